@@ -1,0 +1,70 @@
+"""Every case of every op on the CPU backend, and that the suite notices a wrong kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from winnow.bench import conformance
+from winnow.ops.case import Case, error, judge
+from winnow.ops.table import kernels
+
+CPU = kernels("cpu")
+CASES = [
+    (folder, case)
+    for folder in ("codec", *conformance.KERNEL_OPS)
+    for case in conformance.cases(folder)
+]
+
+
+def served(folder: str, op: str) -> Callable[..., Any]:
+    return conformance._codec("cpu", op) if folder == "codec" else conformance._kernel(CPU, op)
+
+
+@pytest.mark.parametrize(
+    ("folder", "case"), CASES, ids=[f"{case.op}: {case.name}" for _, case in CASES]
+)
+def test_the_cpu_backend_agrees_with_the_reference(folder: str, case: Case) -> None:
+    reference = conformance._reference(folder, case.op)
+    for verdict in judge(case, served(folder, case.op), reference):
+        assert verdict.passed, f"{verdict.output}: error {verdict.error:.3e}"
+
+
+def test_names_of_cases_are_distinct() -> None:
+    names = [(case.op, case.name) for _, case in CASES]
+    assert len(set(names)) == len(names)
+
+
+def test_the_report_of_a_right_backend_has_no_failures() -> None:
+    reports = {report.op: report for report in conformance.conformance("cpu")}
+    assert not [report.failed for report in reports.values() if report.failed]
+    assert reports["select_blocks"].identical is True
+    assert reports["codec"].identical is True
+    assert reports["moe"].worst is not None
+    assert 0 < reports["moe"].worst <= 1
+    assert "served by" in conformance.render(list(reports.values()))
+
+
+def test_a_selection_with_ties_broken_upwards_is_noticed() -> None:
+    def higher_wins(index_q: Any, index: Any, batch: Any, topk: int) -> torch.Tensor:
+        ids = CPU.select_blocks(index_q, index, batch, topk)
+        wide = batch.positions > 1024
+        ids[wide, :, 0] += 1
+        return ids
+
+    wrong = replace(CPU, select_blocks=higher_wins)
+    report = conformance._report("select_blocks", wrong, lambda op: getattr(wrong, op))
+    assert report.identical is False
+    assert report.failed
+
+
+def test_an_output_out_of_tolerance_or_with_hidden_nan_is_an_error() -> None:
+    want = torch.tensor([1.0, 2.0, float("nan")])
+    assert error(want.clone(), want) == 0.0
+    assert error(torch.tensor([1.0, 2.0, 3.0]), want) == float("inf")
+    assert error(torch.tensor([1.0, 2.2, float("nan")]), want) == pytest.approx(0.2 / 5**0.5)
+    assert error(torch.tensor([1.0, 2.0]), want) == float("inf")

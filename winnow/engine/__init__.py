@@ -1,0 +1,1 @@
+"""Doing what core decides: storage, inputs, steps, text."""

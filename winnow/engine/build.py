@@ -1,0 +1,159 @@
+"""The composition root: from a user's words to a running engine. The only place that chooses."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from winnow.config import EngineConfig
+from winnow.core.scheduler import Scheduler
+from winnow.engine.engine import Engine
+from winnow.engine.runner import Runner
+from winnow.engine.storage import PageStorage
+from winnow.engine.text import Tokenizer, load_tokenizer
+from winnow.errors import CapacityError, UnsupportedError
+from winnow.model.checkpoint import load_checkpoint, random_weights, read_spec
+from winnow.model.checkpoint.random import free_memory_bytes
+from winnow.model.transformer import Transformer
+from winnow.model.weights import ModelWeights
+from winnow.ops.table import Kernels, kernels
+from winnow.spec.capacity import WEIGHT_FORMATS
+from winnow.spec.formats import BF16, FP32, Format, cache_format
+from winnow.spec.model import BLOCK_TOKENS, ModelSpec
+from winnow.spec.page import RowLayout
+from winnow.spec.presets import PRESETS, preset
+
+log = logging.getLogger(__name__)
+
+_DTYPES: dict[str, tuple[torch.dtype, Format]] = {
+    "float32": (torch.float32, FP32),
+    "bfloat16": (torch.bfloat16, BF16),
+}
+_CACHE_SHARE = 0.25
+"""Of the free memory, on a CPU: a laptop's other programs want the rest."""
+
+
+def build_engine(
+    model: str,
+    config: EngineConfig | None = None,
+    *,
+    random: bool = False,
+    num_layers: int | None = None,
+    progress: bool = True,
+) -> Engine:
+    """An engine for a checkpoint directory, or for a preset with random weights.
+
+    `num_layers` cuts a preset to its last layers. Raises CheckpointError, UnsupportedError or
+    CapacityError; nothing is left half built.
+    """
+    config = config or EngineConfig()
+    table = kernels(_backend(config))
+    if random:
+        spec = preset(model) if num_layers is None else preset(model).with_layers(num_layers)
+        tokenizer = None
+    else:
+        spec, tokenizer = _open(model, num_layers)
+    for note in spec.notes:
+        log.warning("%s", note)
+    dtype, model_format = _DTYPES[config.dtype or spec.dtype]
+    if random:
+        weights = _random_weights(spec, dtype, model_format)
+    else:
+        weights = load_checkpoint(Path(model), spec, dtype, progress=progress)
+    return assemble(spec, weights, tokenizer, config, table, model_format)
+
+
+def assemble(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    tokenizer: Tokenizer | None,
+    config: EngineConfig,
+    table: Kernels,
+    model_format: Format,
+) -> Engine:
+    """An engine over weights that are in memory already."""
+    layout = RowLayout.of(
+        spec,
+        cache_format(config.kv_format, model_format),
+        cache_format(config.index_format, model_format),
+    )
+    max_model_len = config.max_model_len or spec.max_positions
+    if max_model_len > spec.max_positions:
+        raise UnsupportedError(
+            f"max_model_len is {max_model_len}, the model has {spec.max_positions} positions: "
+            f"lower it to {spec.max_positions}"
+        )
+    num_pages = _num_pages(config, layout, max_model_len)
+    _say_scales(layout)
+    scheduler = Scheduler(
+        num_pages=num_pages,
+        max_step_tokens=config.max_step_tokens,
+        max_running=config.max_running,
+        prefix_caching=config.prefix_caching,
+    )
+    runner = Runner(Transformer(spec, weights, table), PageStorage(layout, num_pages))
+    log.info(
+        "backend %s, KV %s, index %s, %d pages of %d bytes",
+        table.backend, layout.kv_format.name, layout.index_format.name, num_pages, layout.row_bytes,
+    )  # fmt: skip
+    return Engine(spec, runner, scheduler, tokenizer, max_model_len)
+
+
+def _backend(config: EngineConfig) -> str:
+    """The backend asked for, or the device's own."""
+    own = "cpu" if config.device == "cpu" else "hopper"
+    if config.backend is not None and (config.backend == "hopper") != (own == "hopper"):
+        raise UnsupportedError(
+            f"backend {config.backend} does not run on device {config.device}: leave one out"
+        )
+    return config.backend or own
+
+
+def _open(model: str, num_layers: int | None) -> tuple[ModelSpec, Tokenizer | None]:
+    path = Path(model)
+    if not path.is_dir():
+        known = f"or a preset with --random-weights ({', '.join(PRESETS)})"
+        raise UnsupportedError(f"{model!r} is no directory: give a checkpoint's directory, {known}")
+    if num_layers is not None:
+        raise UnsupportedError("--layers cuts presets only: a checkpoint is served whole")
+    return read_spec(path), load_tokenizer(path)
+
+
+def _num_pages(config: EngineConfig, layout: RowLayout, max_model_len: int) -> int:
+    """As many pages as asked for, else what fits in a share of the free memory.
+
+    Never more than `max_running` requests of the greatest length could hold.
+    """
+    if config.num_pages is not None:
+        pages = config.num_pages
+    else:
+        available = free_memory_bytes(torch.device(config.device))
+        budget = config.cache_bytes or int(available * _CACHE_SHARE)
+        if budget > available:
+            raise CapacityError(
+                f"a cache of {budget} bytes was asked for, {available} bytes are free: "
+                "lower cache_bytes"
+            )
+        most = config.max_running * -(-max_model_len // BLOCK_TOKENS) + 1
+        pages = min(budget // layout.row_bytes, most)
+    if pages < 2:
+        raise CapacityError(
+            f"the cache has room for {pages} pages of {layout.row_bytes} bytes, it needs 2 at "
+            "least (one is the null page): raise --num-pages or free memory"
+        )
+    return pages
+
+
+def _random_weights(spec: ModelSpec, dtype: torch.dtype, plain: Format) -> ModelWeights:
+    """Random weights in the formats of the preset's checkpoint."""
+    experts, linear = WEIGHT_FORMATS[spec.quantization]
+    return random_weights(spec, dtype, (experts or plain).name, (linear or plain).name)
+
+
+def _say_scales(layout: RowLayout) -> None:
+    """A scale that was assumed is said."""
+    for name, fmt in (("KV", layout.kv_format), ("index", layout.index_format)):
+        if fmt.code_bits < 16:
+            log.info("%s cache in %s with a tensor scale of 1.0", name, fmt.name)

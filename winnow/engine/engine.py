@@ -1,0 +1,196 @@
+"""The engine: takes requests, runs steps, gives back tokens and text.
+
+Owns the live requests and what they ask of sampling and text. Which request runs is core's
+decision, how a step is computed the runner's. One request's failure ends that request alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from winnow.config import SamplingParams
+from winnow.core.request import Request
+from winnow.core.scheduler import Scheduler, Stats
+from winnow.engine.live import LiveRequest
+from winnow.engine.output import Output, Usage
+from winnow.engine.runner import Runner
+from winnow.engine.storage import Clipping
+from winnow.engine.text import Tokenizer
+from winnow.errors import RequestError, WinnowError
+from winnow.ops.sample import Logprobs
+from winnow.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The scheduler's counts, and what did not fit the cache formats."""
+
+    scheduler: Stats
+    clipping: Clipping
+
+
+class Engine:
+    """One model being served. Not thread-safe: one owner calls it."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+    ) -> None:
+        self.spec = spec
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self._live: dict[str, LiveRequest] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        cache_salt: str = "",
+    ) -> None:
+        """Queue a request; nothing is computed yet.
+
+        `prompt` is text or token ids. Requests with different `cache_salt` share no cached
+        prefix. Raises RequestError for a request that is wrong and CapacityError for one that can
+        never fit; both leave the engine as it was.
+        """
+        params = params or SamplingParams()
+        prompt_ids = self._prompt_ids(prompt)
+        self._check(prompt_ids, params)
+        stop_ids = set(params.stop_ids)
+        if not params.ignore_eos:
+            stop_ids |= set(self.spec.eos_ids)
+        request = Request(
+            request_id=request_id,
+            prompt=prompt_ids,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_ids=frozenset(stop_ids),
+            cache_salt=cache_salt,
+        )
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.scheduler.add(request)
+        self._live[request_id] = LiveRequest(request, params, seed, self.tokenizer)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and free its pages; False if it has ended already."""
+        self._live.pop(request_id, None)
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> list[Output]:
+        """Compute one step: what each request that moved on has to say, in the plan's order."""
+        plan = self.scheduler.plan()
+        if not plan.rows:
+            return []
+        requests = {r.request_id: self._live[r.request_id].request for r in plan.rows}
+        inputs = self.runner.inputs(plan, requests)
+        logits = self.runner.logits(inputs)
+        rows = [self._live[request_id].sample_row() for request_id in inputs.sampled]
+        sampled = self.runner.sample(logits, rows)
+        tokens: dict[str, int] = {}
+        outputs: list[Output] = []
+        for place, (request_id, token) in enumerate(
+            zip(inputs.sampled, sampled.ids.tolist(), strict=True)
+        ):
+            if sampled.bad[place]:
+                outputs.append(self._fail(request_id, _not_finite(requests[request_id])))
+            else:
+                tokens[request_id] = token
+        self.scheduler.complete(plan, tokens)
+        logprobs = dict(zip(inputs.sampled, sampled.logprobs, strict=True))
+        outputs += [self._advance(r, token, logprobs[r]) for r, token in tokens.items()]
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Counts at this moment."""
+        return EngineStats(self.scheduler.stats(), self.runner.storage.clipping())
+
+    def _advance(self, request_id: str, token: int, logprobs: Logprobs | None) -> Output:
+        """Text and end of a request that got a token."""
+        live = self._live[request_id]
+        text, stopped = live.push(token)
+        if stopped and not live.request.is_finished:
+            self.scheduler.finish(request_id, "stop")
+        reason = "stop" if stopped else live.request.finish_reason
+        if reason is not None:
+            del self._live[request_id]
+        return Output(
+            request_id=request_id,
+            token_ids=(token,),
+            text=text,
+            logprobs=() if logprobs is None else (logprobs,),
+            finish_reason=reason,
+            usage=None if reason is None else _usage(live.request),
+        )
+
+    def _fail(self, request_id: str, error: WinnowError) -> Output:
+        """End one request with an error; what it computed is not found again in the cache."""
+        self.scheduler.finish(request_id, "error")
+        live = self._live.pop(request_id)
+        return Output(
+            request_id=request_id,
+            text=None if live.detokenizer is None else "",
+            finish_reason="error",
+            usage=_usage(live.request),
+            error=error,
+        )
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json: give token ids, not text")
+        return tuple(self.tokenizer.encode(prompt))
+
+    def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        """RequestError for what the model or its tokenizer cannot do."""
+        if not prompt:
+            raise RequestError("the prompt has 0 tokens: give at least 1")
+        for place, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(f"prompt token {place} is {token!r}, not a whole number")
+            if not 0 <= token < self.spec.vocab_size:
+                raise RequestError(
+                    f"prompt token {place} is {token}, the vocabulary has {self.spec.vocab_size}: "
+                    f"use ids from 0 to {self.spec.vocab_size - 1}"
+                )
+        params.check_vocabulary(self.spec.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer.json in the checkpoint: use stop_ids")
+        if len(prompt) + params.max_tokens > self.max_model_len:
+            raise RequestError(
+                f"{len(prompt)} prompt tokens and max_tokens {params.max_tokens} make "
+                f"{len(prompt) + params.max_tokens}, the engine takes {self.max_model_len}: "
+                + _advice(len(prompt), self.max_model_len)
+            )
+
+
+def _advice(prompt_tokens: int, limit: int) -> str:
+    room = limit - prompt_tokens
+    if room < 1:
+        return f"shorten the prompt by {1 - room} tokens at least"
+    return f"lower max_tokens to {room}"
+
+
+def _usage(request: Request) -> Usage:
+    return Usage(len(request.prompt), len(request.output), request.num_cached)
+
+
+def _not_finite(request: Request) -> RequestError:
+    return RequestError(
+        f"request {request.request_id!r}: the model gave NaN or infinite logits after "
+        f"{request.num_tokens} tokens; it is ended, the others go on. Check the checkpoint with "
+        "--kv-format model, then its weights"
+    )

@@ -1,0 +1,142 @@
+"""Offline use: prompts in, completions out, in one process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from winnow.config import EngineConfig, SamplingParams
+from winnow.engine.build import build_engine
+from winnow.engine.output import Output, Usage
+from winnow.errors import RequestError, WinnowError
+from winnow.ops.sample import Logprobs
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one prompt led to. `text` is None without a tokenizer; `error` is set when
+    `finish_reason` is error, and then the tokens are those before it."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: str
+    usage: Usage | None
+    logprobs: tuple[Logprobs, ...] = ()
+    error: WinnowError | None = None
+
+
+class LLM:
+    """A model to call from Python.
+
+    `model` is a checkpoint directory, or a preset's name with `random_weights=True`; `options`
+    are the fields of `winnow.config.EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        random_weights: bool = False,
+        num_layers: int | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        self.engine = build_engine(
+            model,
+            EngineConfig.from_options(options),
+            random=random_weights,
+            num_layers=num_layers,
+            progress=progress,
+        )
+        self._ids = count()
+        self._mail: dict[str, deque[Output]] = {}
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt, together; one completion a prompt, in order.
+
+        `prompts` are texts or lists of token ids; `params` one for all, or one each. A prompt
+        that cannot be served has finish_reason error and does not disturb the others.
+        """
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts but {len(each)} SamplingParams: give one each"
+            )
+        outputs: dict[str, list[Output]] = {}
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                request_id = self._next_id()
+                try:
+                    self._add(request_id, prompt, own)
+                    outputs[request_id] = []
+                except WinnowError as error:
+                    failed = Output(request_id, finish_reason="error", error=error)
+                    outputs[request_id] = [failed]
+            for request_id, parts in outputs.items():
+                while not parts or parts[-1].finish_reason is None:
+                    parts.append(self._next_output(request_id))
+        finally:
+            for request_id in outputs:
+                self._drop(request_id)
+        return [_merge(parts) for parts in outputs.values()]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
+        """Continue one prompt, giving outputs as they come. Leaving the loop aborts the request.
+
+        Raises RequestError or CapacityError if the prompt cannot be served.
+        """
+        request_id = self._next_id()
+        self._add(request_id, prompt, params)
+        return self._stream(request_id)
+
+    def _stream(self, request_id: str) -> Iterator[Output]:
+        try:
+            while True:
+                output = self._next_output(request_id)
+                if output.error is not None:
+                    raise output.error
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._drop(request_id)
+
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
+        self.engine.add(request_id, prompt, params)
+        self._mail[request_id] = deque()
+
+    def _next_output(self, request_id: str) -> Output:
+        """The next output of a request; steps the engine, which may serve others meanwhile."""
+        while not self._mail[request_id]:
+            for output in self.engine.step():
+                self._mail[output.request_id].append(output)
+        return self._mail[request_id].popleft()
+
+    def _drop(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._mail.pop(request_id, None)
+
+    def _next_id(self) -> str:
+        return f"offline-{next(self._ids)}"
+
+
+def _merge(parts: list[Output]) -> Completion:
+    last = parts[-1]
+    texts = [part.text for part in parts if part.text is not None]
+    return Completion(
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        text="".join(texts) if texts else None,
+        finish_reason=last.finish_reason or "abort",
+        usage=last.usage,
+        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+        error=last.error,
+    )

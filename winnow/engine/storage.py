@@ -1,0 +1,43 @@
+"""The pages: one tensor of rows, and typed views of each layer in it. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from winnow.ops.paged import CacheScales, layer_pages
+from winnow.spec.page import RowLayout
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Values written to quantised cache tensors, and how many did not fit and were saturated."""
+
+    written: int
+    clipped: int
+
+
+class PageStorage:
+    """`rows` uint8 [num_pages, row_bytes]: row p is page p whole, K, V and index keys of every
+    layer. Row 0 is the null page, where padding writes. Memory is not touched until written."""
+
+    def __init__(
+        self, layout: RowLayout, num_pages: int, scales: tuple[CacheScales, ...] | None = None
+    ) -> None:
+        self.layout = layout
+        self.rows = torch.empty(num_pages, layout.row_bytes, dtype=torch.uint8)
+        self.layers = tuple(
+            layer_pages(self.rows, layout, layer, scales[layer] if scales else None)
+            for layer in range(layout.num_layers)
+        )
+
+    @property
+    def num_pages(self) -> int:
+        return self.rows.shape[0]
+
+    def clipping(self) -> Clipping:
+        """What `winnow.ops.paged.write` counted, over all layers."""
+        kinds = [p for layer in self.layers for p in (layer.key, layer.value, layer.index) if p]
+        totals = torch.stack([kind.clipped for kind in kinds]).sum(0).tolist()
+        return Clipping(written=totals[0], clipped=totals[1])

@@ -1,0 +1,1 @@
+"""The model: weights, their loading, and the forward pass over ops."""

@@ -1,0 +1,53 @@
+"""Inputs of `linear`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from winnow.ops.case import Case, Cost
+from winnow.ops.case_data import DTYPES, TOLERANCE, weight
+from winnow.ops.weights import tensors
+
+
+def _inputs(kind: str, dtype: torch.dtype, rows: int, n: int, k: int, fault: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rows + k)
+    x = torch.randn(rows, k, generator=generator)
+    if fault == "nan and inf":
+        x[1, 3], x[2, 5] = float("nan"), float("inf")
+    if fault == "non-contiguous":
+        x = torch.randn(k, 2 * rows, generator=generator).T[::2]
+    plain = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return {
+        "x": x.to(dtype),
+        "weight": weight(plain if kind == "plain" else kind, generator, n, k),
+    }
+
+
+def _case(kind: str, name: str, rows: int, n: int = 80, k: int = 96, fault: str = "") -> Case:
+    inputs = partial(_inputs, kind, DTYPES[name], rows, n, k, fault)
+    moved = sum(t.nbytes for t in tensors(inputs()["weight"]))
+    return Case(
+        op="linear",
+        name=f"{kind} {rows}x{k} to {n} {name} {fault}".rstrip(),
+        inputs=inputs,
+        outputs=lambda f, kw: {"out": f(**kw)},
+        tolerances={"out": TOLERANCE[DTYPES[name]]},
+        cost=Cost(moved, 2 * rows * n * k),
+    )
+
+
+CASES = (
+    *(
+        _case(kind, name, rows)
+        for kind in ("plain", "mxfp8", "nvfp4")
+        for name in DTYPES
+        for rows in (0, 1, 15, 16, 17, 129)
+    ),
+    *(_case(kind, "fp32", 3, n=33, k=1120) for kind in ("plain", "mxfp8", "nvfp4")),
+    _case("mxfp8", "fp32", 2, n=3000, k=512),
+    _case("plain", "fp32", 4, fault="nan and inf"),
+    _case("nvfp4", "fp32", 5, fault="non-contiguous"),
+)

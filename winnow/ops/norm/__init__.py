@@ -1,0 +1,16 @@
+"""Root-mean-square norm in Gemma's form."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Norm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * (1 + weight) over the last axis, in fp32, rounded once.
+
+        `x` [..., H] float32 or bfloat16; `weight` fp32 [H], where 0 is identity. Returns x's
+        shape and dtype. Zero rows give an empty result; a row of zeros gives zeros; NaN and inf
+        stay in their row.
+        """
+        ...

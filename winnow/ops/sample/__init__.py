@@ -1,0 +1,101 @@
+"""Choosing each row's next token from its logits. Knows nothing of requests, text or stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRow:
+    """How one row is sampled; every default turns its stage off.
+
+    Token ids lie in [0, V). `prompt_ids` and `output_ids` are read only by the penalties that
+    need them, so they may stay empty where no penalty is asked for.
+    """
+
+    seed: int
+    """-2^63 to 2^63 - 1."""
+    index: int
+    """Tokens that the request has sampled so far."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned: Sequence[int] = ()
+    """Ids that may not be chosen now: the ids that would end a request short of `min_tokens`."""
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    """How many of the most likely tokens to report; 0 reports the chosen one alone, None none."""
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether any stage before temperature is on."""
+        return bool(
+            self.logit_bias
+            or len(self.banned)
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of the probabilities that the unprocessed logits give."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+    """(id, logprob), most likely first, the lower id first among equals."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """`ids` int64 [rows] and `bad` bool [rows], on the logits' device; one `logprobs` a row.
+
+    A bad row has id -1 and no logprobs.
+    """
+
+    ids: Tensor
+    bad: Tensor
+    logprobs: tuple[Logprobs | None, ...]
+
+
+class Sample(Protocol):
+    def __call__(self, logits: Tensor, requests: Sequence[SampleRow]) -> Sampled:
+        """One token a row, in this order of stages.
+
+        1. logit_bias is added. 2. banned ids become -inf. 3. repetition_penalty, for each id of
+        prompt or output: positive logits are divided by it, others multiplied (arXiv 1909.05858).
+        4. An id that the output holds c > 0 times loses frequency_penalty * c + presence_penalty.
+        Here temperature 0 takes the largest logit, and the rest does not apply. 5. In fp64,
+        w = exp((logit - largest logit) / temperature). 6. top_k keeps the k most likely tokens.
+        7. top_p keeps the fewest most likely of those whose w reach that share of their sum.
+        8. min_p keeps those with w >= min_p; the largest w is 1. 9. The first id, in order of id,
+        at which the running sum of the kept w exceeds `uniform(seed, index)` times their sum.
+
+        Among equals the lower id counts as more likely, everywhere. A row depends on its own
+        logits and SampleRow alone: the same alone, in any batch, and after a resumption.
+
+        `logits` fp32 [rows, V], left as they are; -inf marks an impossible token. A row with NaN
+        or +inf, or with no possible token left, is bad and leaves the others alone. ValueError
+        when `requests` are not as many as the rows.
+        """
+        ...
+
+
+def uniform(seed: int, index: int) -> float:
+    """A float in [0, 1) with 53 random bits: BLAKE2b of both numbers, so the same everywhere."""
+    numbers = seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
+    digest = blake2b(numbers, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -1,0 +1,1 @@
+"""Arithmetic about models, formats, rows and memory. Imports no torch."""
