@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
+import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from winnow import __version__
+from winnow.config import EngineConfig, SamplingParams
 from winnow.errors import RequestError, WinnowError
 from winnow.spec.formats import CACHE_FORMATS
 from winnow.spec.presets import PRESETS
 
-_MODEL = f"checkpoint directory, or with --random-weights one of {', '.join(PRESETS)}"
+_JSON = "print JSON"
+_BACKEND = "one that `winnow backends` lists"
+_KV_FORMAT = "K and V in the cache; `model` is the compute dtype"
+_INDEX_FORMAT = "index keys in the cache; `model` is the compute dtype"
+_PRESETS = f"one of {', '.join(PRESETS)}"
+_SAMPLING: dict[str, tuple[type, str, str]] = {
+    "max_tokens": (int, "N", "tokens to generate at most"),
+    "min_tokens": (int, "N", "tokens before an end may come"),
+    "temperature": (float, "T", "0 is greedy"),
+    "top_k": (int, "N", "keep the N likeliest tokens; 0 is all"),
+    "top_p": (float, "P", "keep the likeliest tokens that together reach probability P"),
+    "min_p": (float, "P", "keep tokens at least P times as likely as the likeliest"),
+    "repetition_penalty": (float, "X", "weaken tokens of prompt and answer by a factor; 1 is off"),
+    "presence_penalty": (
+        float,
+        "X",
+        "take X from logits of tokens that the answer holds; 0 is off",
+    ),
+    "frequency_penalty": (
+        float,
+        "X",
+        "take X from logits for each time the answer holds the token",
+    ),
+    "seed": (int, "N", "the same seed gives the same tokens; without it one is drawn"),
+    "logprobs": (int, "N", "with --json: log-probabilities of each token and the N likeliest"),
+}
+"""Fields of SamplingParams that are one number each: type, what stands for it, and its meaning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format="winnow: %(message)s",
         stream=sys.stderr,
     )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal whose encoding lacks a character shows its number instead.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
     except WinnowError as error:
         print(f"winnow: {error}", file=sys.stderr)
         return 1
@@ -36,31 +70,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read our output has left; there is nobody to tell.
-        sys.stderr.close()
+        _drop_output()
+        return 1
+    except OSError as error:
+        # The machine's fault, not the program's: a full disk, a path that cannot be written.
+        print(f"winnow: {error}", file=sys.stderr)
+        _drop_output()
         return 1
     return status
 
 
+def _drop_output() -> None:
+    """Let go of output that cannot be written: Python would complain of it again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _generate(args: argparse.Namespace) -> int:
-    from winnow.config import EngineConfig, SamplingParams
     from winnow.engine.llm import LLM
 
     prompt = _prompt(args)
     params = SamplingParams(
-        max_tokens=args.max_tokens,
-        min_tokens=args.min_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        seed=args.seed,
         stop=tuple(args.stop),
         stop_ids=tuple(args.stop_id),
-        logprobs=args.logprobs,
         ignore_eos=args.ignore_eos,
+        **{name: getattr(args, name) for name in _SAMPLING},
     )
     options = {
         name: getattr(args, name)
@@ -117,7 +153,10 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
             return sys.stdin.read()
         return Path(args.prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the prompt from {args.prompt_file}: {error}") from None
+        raise RequestError(
+            f"cannot read the prompt from {args.prompt_file}: {error}; "
+            "give a text file in UTF-8, or - for standard input"
+        ) from None
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -186,7 +225,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="winnow",
         description="Serve block-sparse-attention mixture-of-experts models with 4-bit state.",
     )
-    parser.add_argument("--version", action="version", version=f"winnow {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"winnow {__version__}", help="print the version"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="say what was chosen")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _generate_parser(commands)
@@ -196,20 +237,25 @@ def _parser() -> argparse.ArgumentParser:
     conformance = _command(
         suites, "conformance", _bench_conformance, "compare a backend with the reference, op by op"
     )
-    conformance.add_argument("--backend", default="cpu", help="default: cpu")
-    conformance.add_argument("--json", action="store_true")
+    conformance.add_argument("--backend", default="cpu", metavar="NAME", help=_BACKEND)
+    conformance.add_argument("--json", action="store_true", help=_JSON)
     backends = _command(commands, "backends", _backends, "which backend serves each op here")
-    backends.add_argument("--json", action="store_true")
+    backends.add_argument("--json", action="store_true", help=_JSON)
     convert = _command(
         commands, "convert", _convert, "write a checkpoint in 4-bit and 8-bit formats"
     )
-    convert.add_argument("source", metavar="SRC")
-    convert.add_argument("destination", metavar="DST")
-    convert.add_argument("--experts", choices=("nvfp4", "keep"), default="nvfp4")
-    convert.add_argument("--linear", choices=("mxfp8", "keep"), default="mxfp8")
+    convert.add_argument("source", metavar="SRC", help="checkpoint directory, not quantised")
+    convert.add_argument("destination", metavar="DST", help="directory that is empty or not there")
+    convert.add_argument(
+        "--experts", choices=("nvfp4", "keep"), default="nvfp4", help="format of routed experts"
+    )
+    convert.add_argument(
+        "--linear", choices=("mxfp8", "keep"), default="mxfp8", help="format of other matrices"
+    )
     tiny = _command(commands, "make-tiny", _make_tiny, "write a small random checkpoint")
-    tiny.add_argument("directory", metavar="DIR")
-    tiny.add_argument("--seed", type=int, default=0)
+    tiny.add_argument("directory", metavar="DIR", help="directory without a checkpoint")
+    seeds = _number(int, lambda n: 0 <= n < 2**63, f"a whole number from 0 to {2**63 - 1}")
+    tiny.add_argument("--seed", type=seeds, default=0, metavar="N", help="of the weights")
     return parser
 
 
@@ -219,50 +265,90 @@ def _command(commands: Any, name: str, run: Any, text: str) -> argparse.Argument
     return parser
 
 
+def _number(
+    kind: type[int] | type[float], holds: Callable[[Any], bool], what: str
+) -> Callable[[str], Any]:
+    """An argparse type: a `kind` of number for which `holds`; `what` says which those are."""
+
+    def read(word: str) -> Any:
+        try:
+            value = kind(word)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{word!r} is not {what}")
+        return value
+
+    return read
+
+
 def _generate_parser(commands: Any) -> None:
     parser = _command(commands, "generate", _generate, "continue one prompt")
-    parser.add_argument("model", metavar="MODEL", help=_MODEL)
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"checkpoint directory, or with --random-weights {_PRESETS}"
+    )
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", metavar="F", help="- reads standard input")
-    prompt.add_argument("--token-ids", metavar="1,2,3")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
-    sampling.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="N")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
-    sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
-    sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
-    sampling.add_argument("--seed", type=int, metavar="N")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT")
-    sampling.add_argument("--stop-id", action="append", type=int, default=[], metavar="ID")
-    sampling.add_argument("--logprobs", type=int, metavar="N")
-    sampling.add_argument("--ignore-eos", action="store_true")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--kv-format", choices=CACHE_FORMATS)
-    engine.add_argument("--index-format", choices=CACHE_FORMATS)
-    engine.add_argument("--max-step-tokens", type=int, metavar="N")
-    engine.add_argument("--max-model-len", type=int, metavar="N")
-    engine.add_argument("--num-pages", type=int, metavar="N", help="pages of 128 tokens")
-    engine.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype")
-    engine.add_argument("--device", metavar="cpu|cuda", help="default: cpu")
-    engine.add_argument("--backend", help="see `winnow backends`")
-    engine.add_argument("--random-weights", action="store_true", help="MODEL is a preset")
-    engine.add_argument("--layers", type=int, metavar="N", help="cut a preset to N layers")
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument(
+        "--prompt-file", metavar="F", help="text file in UTF-8 to continue; - is standard input"
+    )
+    prompt.add_argument("--token-ids", metavar="1,2,3", help="token ids to continue")
+    _sampling_options(parser.add_argument_group("sampling"))
+    _engine_options(parser.add_argument_group("engine"))
     parser.add_argument("--json", action="store_true", help="one JSON object, nothing streamed")
+
+
+def _sampling_options(group: argparse._ArgumentGroup) -> None:
+    for name, (kind, metavar, text) in _SAMPLING.items():
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            type=kind,
+            default=getattr(SamplingParams, name),
+            metavar=metavar,
+            help=text,
+        )
+    again = "ends the answer; may be given again"
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help=f"text that {again}"
+    )
+    group.add_argument(
+        "--stop-id", action="append", type=int, default=[], metavar="ID", help=f"token that {again}"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on past the model's end tokens"
+    )
+
+
+def _engine_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--kv-format", choices=CACHE_FORMATS, help=_KV_FORMAT)
+    add("--index-format", choices=CACHE_FORMATS, help=_INDEX_FORMAT)
+    add("--max-step-tokens", type=int, metavar="N", help="tokens of one step; prompts are cut")
+    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
+    add("--num-pages", type=int, metavar="N", help="pages of 128 tokens; default: what fits")
+    add("--dtype", choices=("float32", "bfloat16"), help="compute dtype; default: the model's")
+    add("--device", metavar="cpu|cuda", help="where to compute; default: cpu")
+    add("--backend", metavar="NAME", help=_BACKEND + "; default: the device's")
+    add("--random-weights", action="store_true", help="MODEL is a preset")
+    add("--layers", type=int, metavar="N", help="cut a preset to its last N layers")
 
 
 def _plan_parser(commands: Any) -> None:
     parser = _command(commands, "plan", _plan, "bytes of weights and cache, and what fits")
-    parser.add_argument("model", metavar="PRESET|DIR")
-    parser.add_argument("--kv-format", choices=CACHE_FORMATS, default="model")
-    parser.add_argument("--index-format", choices=CACHE_FORMATS, default="model")
-    parser.add_argument("--memory-gb", type=float, metavar="GB", help="memory of one device")
-    parser.add_argument("--memory-fraction", type=float, default=0.9, metavar="F")
-    parser.add_argument("--reserve-gb", type=float, default=0.0, metavar="GB")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
-    parser.add_argument("--draft-layers", type=int, default=0, metavar="N", help="fp8 draft layers")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "model", metavar="PRESET|DIR", help=f"{_PRESETS}, or a checkpoint directory"
+    )
+    memory = _number(float, lambda x: 0 < x <= 1e9, "a number above 0 and up to 1e9")
+    share = _number(float, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+    reserve = _number(float, lambda x: 0 <= x <= 1e9, "a number from 0 to 1e9")
+    ranks = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+    layers = _number(int, lambda n: n >= 0, "a whole number of at least 0")
+    add = parser.add_argument
+    add("--kv-format", choices=CACHE_FORMATS, default="model", help=_KV_FORMAT)
+    add("--index-format", choices=CACHE_FORMATS, default="model", help=_INDEX_FORMAT)
+    add("--memory-gb", type=memory, metavar="GB", help="memory of one device")
+    add("--memory-fraction", type=share, default=0.9, metavar="F", help="share of it to use")
+    add("--reserve-gb", type=reserve, default=0.0, metavar="GB", help="kept for activations")
+    add("--tp", type=ranks, default=1, metavar="N", help="tensor-parallel ranks")
+    add("--draft-layers", type=layers, default=0, metavar="N", help="draft layers, in fp8")
+    add("--json", action="store_true", help=_JSON)

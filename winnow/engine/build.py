@@ -18,9 +18,10 @@ from winnow.model.checkpoint import load_checkpoint, random_weights, read_spec
 from winnow.model.checkpoint.random import free_memory_bytes
 from winnow.model.transformer import Transformer
 from winnow.model.weights import ModelWeights
+from winnow.ops.paged import CacheScales
 from winnow.ops.table import Kernels, kernels
 from winnow.spec.capacity import WEIGHT_FORMATS
-from winnow.spec.formats import BF16, FP32, Format, cache_format
+from winnow.spec.formats import BF16, FP8, FP32, NVFP4, Format, cache_format
 from winnow.spec.model import BLOCK_TOKENS, ModelSpec
 from winnow.spec.page import RowLayout
 from winnow.spec.presets import PRESETS, preset
@@ -86,14 +87,15 @@ def assemble(
             f"lower it to {spec.max_positions}"
         )
     num_pages = _num_pages(config, layout, max_model_len)
-    _say_scales(layout)
+    _say_index_scale(layout.index_format)
+    storage = PageStorage(layout, num_pages, _kv_scales(layout.kv_format, weights.cache_scales))
     scheduler = Scheduler(
         num_pages=num_pages,
         max_step_tokens=config.max_step_tokens,
         max_running=config.max_running,
         prefix_caching=config.prefix_caching,
     )
-    runner = Runner(Transformer(spec, weights, table), PageStorage(layout, num_pages))
+    runner = Runner(Transformer(spec, weights, table), storage)
     log.info(
         "backend %s, KV %s, index %s, %d pages of %d bytes",
         table.backend, layout.kv_format.name, layout.index_format.name, num_pages, layout.row_bytes,
@@ -126,10 +128,15 @@ def _num_pages(config: EngineConfig, layout: RowLayout, max_model_len: int) -> i
 
     Never more than `max_running` requests of the greatest length could hold.
     """
+    available = free_memory_bytes(torch.device(config.device))
     if config.num_pages is not None:
         pages = config.num_pages
+        if pages * layout.row_bytes > available:
+            raise CapacityError(
+                f"{pages} pages of {layout.row_bytes} bytes were asked for, {available} bytes are "
+                f"free: lower --num-pages to {available // layout.row_bytes}"
+            )
     else:
-        available = free_memory_bytes(torch.device(config.device))
         budget = config.cache_bytes or int(available * _CACHE_SHARE)
         if budget > available:
             raise CapacityError(
@@ -152,8 +159,24 @@ def _random_weights(spec: ModelSpec, dtype: torch.dtype, plain: Format) -> Model
     return random_weights(spec, dtype, (experts or plain).name, (linear or plain).name)
 
 
-def _say_scales(layout: RowLayout) -> None:
+def _kv_scales(
+    kv_format: Format, stored: tuple[CacheScales, ...] | None
+) -> tuple[CacheScales, ...] | None:
+    """The scales that K and V are stored with, None for 1.0 throughout; says which they are.
+
+    A checkpoint's scales put its largest values at FP8's 448. The group scales of NVFP4 reach six
+    times as far on their own, and what is not quantised needs none.
+    """
+    if kv_format is NVFP4:
+        log.info("KV cache in nvfp4 with a tensor scale of 1.0, as its groups have their own")
+    if kv_format is not FP8:
+        return None
+    none = "a tensor scale of 1.0, as the checkpoint has none"
+    log.info("KV cache in fp8 with %s", "tensor scales from the checkpoint" if stored else none)
+    return stored
+
+
+def _say_index_scale(index_format: Format) -> None:
     """A scale that was assumed is said."""
-    for name, fmt in (("KV", layout.kv_format), ("index", layout.index_format)):
-        if fmt.code_bits < 16:
-            log.info("%s cache in %s with a tensor scale of 1.0", name, fmt.name)
+    if index_format.code_bits < 16:
+        log.info("index cache in %s with a tensor scale of 1.0", index_format.name)

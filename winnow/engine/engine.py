@@ -16,9 +16,9 @@ from winnow.core.scheduler import Scheduler, Stats
 from winnow.engine.live import LiveRequest
 from winnow.engine.output import Output, Usage
 from winnow.engine.runner import Runner
-from winnow.engine.storage import Clipping
 from winnow.engine.text import Tokenizer
 from winnow.errors import RequestError, WinnowError
+from winnow.ops.paged import Clipping
 from winnow.ops.sample import Logprobs
 from winnow.spec.model import ModelSpec
 

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from winnow.ops.paged import CacheScales, layer_pages
+from winnow.ops.paged import CacheScales, Clipping, layer_pages
 from winnow.spec.page import RowLayout
-
-
-@dataclass(frozen=True)
-class Clipping:
-    """Values written to quantised cache tensors, and how many did not fit and were saturated."""
-
-    written: int
-    clipped: int
 
 
 class PageStorage:
@@ -39,5 +29,7 @@ class PageStorage:
     def clipping(self) -> Clipping:
         """What `winnow.ops.paged.write` counted, over all layers."""
         kinds = [p for layer in self.layers for p in (layer.key, layer.value, layer.index) if p]
-        totals = torch.stack([kind.clipped for kind in kinds]).sum(0).tolist()
-        return Clipping(written=totals[0], clipped=totals[1])
+        return Clipping(
+            written=sum(kind.clipping.written for kind in kinds),
+            clipped=sum(kind.clipping.clipped for kind in kinds),
+        )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from winnow.ops.paged import CacheScales
 from winnow.ops.weights import AttentionWeights, MlpWeights, MoeWeights, PlainWeight, tensors
 from winnow.spec.memory import PARTS
 
@@ -28,12 +29,14 @@ class LayerWeights:
 @dataclass(frozen=True)
 class ModelWeights:
     """A whole model. `embedding` [V, H] is in the compute dtype, `final_norm` [H] in fp32; `head`
-    [V, H] holds the embedding's own tensor when the two are tied."""
+    [V, H] holds the embedding's own tensor when the two are tied. `cache_scales`, one a layer, are
+    those of an FP8 cache; None where the checkpoint has none."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: PlainWeight
+    cache_scales: tuple[CacheScales, ...] | None = None
 
 
 def nbytes(model: ModelWeights) -> dict[str, int]:

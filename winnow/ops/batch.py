@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Batch:
         """The rows of one request."""
         return range(int(self.row_starts[request]), int(self.row_starts[request + 1]))
 
+    @cached_property
     def slots(self) -> tuple[Tensor, Tensor]:
         """Page and offset in the page where each row's K, V and index key go, both [rows]."""
         pages = self.block_tables[self.row_request, self.positions // BLOCK_TOKENS]

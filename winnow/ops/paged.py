@@ -45,21 +45,29 @@ class Codec(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass
+class Clipping:
+    """Values written to a cache tensor, and how many were saturated to fit its format."""
+
+    written: int = 0
+    clipped: int = 0
+
+
 @dataclass(frozen=True)
 class Paged:
     """K, V or index keys of one layer in every page: views, no copies.
 
     `codes` [pages, heads, BLOCK_TOKENS, dim] in the format's dtype (NVFP4: uint8, dim / 2);
     `scales` [pages, heads, BLOCK_TOKENS, dim / 16] float8_e4m3fn, or None; `global_scale` is the
-    dequantisation scale of the whole tensor (1.0 unless a checkpoint gives one). `clipped` int64
-    [2] counts values written and, of those, values that did not fit a quantised format.
+    dequantisation scale of the whole tensor (1.0 unless a checkpoint gives one). `clipping`
+    counts values written and, of those, values that did not fit a quantised format.
     """
 
     format: Format
     codes: Tensor
     scales: Tensor | None
     global_scale: float = 1.0
-    clipped: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+    clipping: Clipping = field(default_factory=Clipping)
 
 
 @dataclass(frozen=True)
@@ -118,37 +126,29 @@ def write(codec: Codec, paged: Paged, values: Tensor, pages: Tensor, offsets: Te
     Infinities and values beyond the format's range saturate; NaN stays NaN (in NVFP4 it makes
     its group of 16 NaN), so that it is seen and not served. What saturates is counted.
     """
-    if paged.format is NVFP4:
-        paged.clipped[1] += codec.count_saturated_nvfp4(values, paged.global_scale)
-        assert paged.scales is not None
-        codes, scales = codec.quantise_nvfp4(values, paged.global_scale)
-        _bytes(paged.scales)[pages, :, offsets] = _bytes(scales)
-    elif paged.format is FP8:
-        paged.clipped[1] += codec.count_saturated_fp8(values, paged.global_scale)
-        codes = codec.quantise_fp8(values, paged.global_scale)
-    else:
-        codes = values.to(paged.codes.dtype)
-    paged.clipped[0] += values.numel()
+    codes, scales = encode(codec, paged, values)
     _bytes(paged.codes)[pages, :, offsets] = _bytes(codes)
+    if scales is not None and paged.scales is not None:
+        _bytes(paged.scales)[pages, :, offsets] = _bytes(scales)
+
+
+def encode(codec: Codec, paged: Paged, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales of `values` [rows, heads, dim] in the format of `paged`, as it stores
+    them. Counts what is written and what saturates."""
+    paged.clipping.written += values.numel()
+    if paged.format is NVFP4:
+        paged.clipping.clipped += codec.count_saturated_nvfp4(values, paged.global_scale)
+        return codec.quantise_nvfp4(values, paged.global_scale)
+    if paged.format is FP8:
+        paged.clipping.clipped += codec.count_saturated_fp8(values, paged.global_scale)
+        return codec.quantise_fp8(values, paged.global_scale), None
+    return values.to(paged.codes.dtype), None
 
 
 def read(codec: Codec, paged: Paged, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """Values of whole pages: `pages` [...] -> [..., heads, BLOCK_TOKENS, dim] in `dtype`."""
     scales = None if paged.scales is None else _bytes(paged.scales)[pages]
     return _decode(codec, paged, _bytes(paged.codes)[pages], scales, dtype)
-
-
-def read_pairs(
-    codec: Codec, paged: Paged, pages: Tensor, heads: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """One head of each page: `pages` and `heads` [...] -> [..., BLOCK_TOKENS, dim]."""
-    scales = None if paged.scales is None else _bytes(paged.scales)[pages, heads]
-    return _decode(codec, paged, _bytes(paged.codes)[pages, heads], scales, dtype)
-
-
-def read_by_head(codec: Codec, paged: Paged, pages: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each head's own pages: `pages` [..., heads, n] -> [..., heads, n, BLOCK_TOKENS, dim]."""
-    return read_pairs(codec, paged, pages, torch.arange(pages.shape[-2]).unsqueeze(-1), dtype)
 
 
 def _decode(

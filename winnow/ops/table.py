@@ -1,7 +1,7 @@
 """Which function serves each op on a backend, and why a backend cannot serve here.
 
-The only module that knows backends by name. `reference` is the definition, slow and plain; `cpu`
-is the default. A backend serves all ops or says in one sentence why it cannot.
+The only module that knows backends by name. `reference` is the definition, slow and plain; `cpu`,
+with kernels in C++, is the default. A backend serves all ops or says in one sentence why it cannot.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from winnow.ops.dense_attention import DenseAttention
 from winnow.ops.linear import Linear
 from winnow.ops.mlp import Mlp
 from winnow.ops.moe import Moe
+from winnow.ops.native import compiler
 from winnow.ops.norm import Norm
 from winnow.ops.sample import Sample
 from winnow.ops.select_blocks import SelectBlocks
@@ -49,6 +50,8 @@ def why_not(backend: str) -> str | None:
     """None if the backend can serve on this machine, else one sentence that says why not."""
     if backend not in BACKENDS:
         return f"there is no backend {backend!r}; known: {', '.join(BACKENDS)}"
+    if backend == "cpu" and compiler() is None:
+        return "cpu needs a C++ compiler once, to build its kernels: install g++"
     if backend != "hopper":
         return None
     if not torch.cuda.is_available():
@@ -95,7 +98,7 @@ def _cpu() -> Kernels:
     from winnow.ops.linear.cpu import linear
     from winnow.ops.mlp.cpu import mlp
     from winnow.ops.moe.cpu import moe
-    from winnow.ops.norm.reference import norm
+    from winnow.ops.norm.cpu import norm
     from winnow.ops.sample.cpu import sample
     from winnow.ops.select_blocks.cpu import select_blocks
     from winnow.ops.sparse_attention.cpu import sparse_attention

@@ -6,6 +6,7 @@ that loading needs the model's own size and one stored tensor more.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from winnow.model.checkpoint.resolve import (
     resolve,
 )
 from winnow.model.weights import ModelWeights
+from winnow.ops.paged import CacheScales
 from winnow.ops.weights import Mxfp8Weight, Nvfp4Weight, PlainWeight, Weight
 from winnow.spec.model import ModelSpec
 
@@ -65,6 +67,10 @@ class _Loader:
         self.bar = bar
 
     def model(self, stored: StoredModel, spec: ModelSpec) -> ModelWeights:
+        cache_scales = tuple(
+            CacheScales(**{role: self._cache_scale(name) for role, name in layer.items()})
+            for layer in stored.cache_scales
+        )
         embedding = self._plain(stored.plain["embedding"], self.dtype)
         head = embedding
         if "head" in stored.plain:
@@ -84,7 +90,7 @@ class _Loader:
             for layer in stored.layers
         )
         final_norm = self._exact(stored.plain["final_norm"])
-        return ModelWeights(embedding, layers, final_norm, PlainWeight(head))
+        return ModelWeights(embedding, layers, final_norm, PlainWeight(head), cache_scales or None)
 
     def _matrix(self, stored: StoredMatrix) -> Weight:
         """Allocate a weight and fill it expert by expert, piece by piece."""
@@ -130,6 +136,15 @@ class _Loader:
                 "which is no global scale"
             )
         return float(scale)
+
+    def _cache_scale(self, name: str) -> float:
+        scale = float(self._read(name))
+        if not 0 < scale < math.inf:
+            raise CheckpointError(
+                f"{self.files.tensors[name].file}: tensor {name} is {scale}: the scale of a cache "
+                "must be positive and finite"
+            )
+        return scale
 
     def _exact(self, name: str) -> Tensor:
         """A norm, router or bias, in fp32."""

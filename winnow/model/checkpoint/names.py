@@ -106,6 +106,15 @@ def top_names(spec: ModelSpec) -> dict[str, PlainTensor]:
     }
 
 
+def cache_scale_names(layer: int) -> dict[str, PlainTensor]:
+    """`key` and `value`: one layer's scales of an FP8 cache, which few checkpoints have."""
+    root = f"model.layers.{layer}.self_attn"
+    return {
+        "key": PlainTensor(f"{root}.k_proj.k_scale", ()),
+        "value": PlainTensor(f"{root}.v_proj.v_scale", ()),
+    }
+
+
 def layer_names(spec: ModelSpec, layer: int) -> LayerNames:
     """Roles `qkv`, `out`, and where the layer has them `index`, `gate_up`, `down`,
     `expert_gate_up`, `expert_down`, `shared_gate_up`, `shared_down`; plain roles are norms and

@@ -25,6 +25,7 @@ from winnow.model.checkpoint.names import (
     Matrix,
     Piece,
     PlainTensor,
+    cache_scale_names,
     canonical,
     layer_names,
     skipped,
@@ -67,10 +68,13 @@ class StoredLayer:
 @dataclass(frozen=True)
 class StoredModel:
     """A whole checkpoint by roles. `plain["head"]` is absent where the head is the embedding;
-    `extra` are the tensors that are not the text model's, under their stored names."""
+    `cache_scales` has the roles of `winnow.model.checkpoint.names.cache_scale_names` for each
+    layer, or no entry where the checkpoint has none; `extra` are the tensors that are not the text
+    model's, under their stored names."""
 
     layers: tuple[StoredLayer, ...]
     plain: dict[str, str]
+    cache_scales: tuple[dict[str, str], ...]
     extra: tuple[str, ...]
 
 
@@ -97,8 +101,9 @@ def resolve(files: CheckpointFiles, spec: ModelSpec) -> StoredModel:
     resolver = _Resolver(files, spec)
     layers = tuple(resolver.layer(i) for i in range(spec.num_layers))
     plain = {role: resolver.plain(tensor) for role, tensor in resolver.top().items()}
+    cache_scales = resolver.cache_scales()
     resolver.finish()
-    return StoredModel(layers, plain, tuple(resolver.extra))
+    return StoredModel(layers, plain, cache_scales, tuple(resolver.extra))
 
 
 class _Resolver:
@@ -144,6 +149,23 @@ class _Resolver:
         check_tensor(stored, self.files.tensors[stored], PLAIN_DTYPES, tensor.shape)
         self.used.add(stored)
         return stored
+
+    def cache_scales(self) -> tuple[dict[str, str], ...]:
+        """Stored names of all or of none: one that is missing must not become 1.0 among others."""
+        wanted = [cache_scale_names(layer) for layer in range(self.spec.num_layers)]
+        names = [tensor.name for layer in wanted for tensor in layer.values()]
+        missing = [name for name in names if name not in self.names]
+        if len(missing) == len(names):
+            return ()
+        if missing:
+            raise CheckpointError(
+                f"{self.files.directory} lacks tensor {missing[0]}: {len(names) - len(missing)} of "
+                f"{len(names)} scales of an FP8 cache are there; K and V of every layer need one, "
+                "or none has one"
+            )
+        return tuple(
+            {role: self.plain(tensor) for role, tensor in layer.items()} for layer in wanted
+        )
 
     def matrix(self, matrix: Matrix) -> StoredMatrix:
         if matrix.is_expert:

@@ -37,8 +37,9 @@ class Rewriter:
     ) -> None:
         for name in stored.extra:
             self.writer.add(name, self._read(name))
-        for name in stored.plain.values():
-            self._copy(name)
+        for tensors in (stored.plain, *stored.cache_scales):
+            for name in tensors.values():
+                self._copy(name)
         for layer in stored.layers:
             for name in layer.plain.values():
                 self._copy(name)

@@ -24,7 +24,7 @@ class AttentionInputs(Protocol):
 
         `x` [rows, hidden]. `rope` is (cos, sin), fp32 [rows, rotary_dim / 2]. Returns q [rows,
         heads, head_dim] and, on sparse layers, index_q [rows, index_heads, index_dim], in x's
-        dtype; writes K, V and the index key of each row to `batch.slots()` in the format of
+        dtype; writes K, V and the index key of each row to `batch.slots` in the format of
         `pages`, saturating (see `winnow.ops.paged.write`). Norms are per head, Gemma's, in fp32;
         the first rotary_dim channels are rotated in fp32, channel i with i + rotary_dim / 2
         (NeoX pairing), by the same convention for q, k, index_q and index_k. V is neither normed

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from winnow.ops.batch import Batch
-from winnow.ops.codec import reference as reference_codec
-from winnow.ops.linear import Linear
-from winnow.ops.linear.reference import linear as reference_linear
+from winnow.ops.codec import reference as codec
+from winnow.ops.linear.reference import linear
 from winnow.ops.norm.reference import norm
-from winnow.ops.paged import Codec, LayerPages, write
+from winnow.ops.paged import LayerPages, write
 from winnow.ops.weights import AttentionWeights
 from winnow.spec.model import ModelSpec
 
@@ -30,37 +29,6 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def run(
-    linear: Linear,
-    codec: Codec,
-    x: Tensor,
-    weights: AttentionWeights,
-    spec: ModelSpec,
-    rope: tuple[Tensor, Tensor],
-    batch: Batch,
-    pages: LayerPages,
-) -> tuple[Tensor, Tensor | None]:
-    """The op over a given projection and codec: the reference and the CPU differ in these only."""
-
-    def heads(values: Tensor, weight: Tensor | None) -> Tensor:
-        assert weight is not None
-        return rotate(norm(values.float(), weight, spec.norm_eps), rope).to(x.dtype)
-
-    slots = batch.slots()
-    qkv = linear(x, weights.qkv).unflatten(-1, (-1, spec.head_dim))
-    q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-    write(codec, pages.key, heads(k, weights.k_norm), *slots)
-    write(codec, pages.value, v, *slots)
-    query = heads(q, weights.q_norm)
-    if weights.index is None:
-        return query, None
-    assert pages.index is not None
-    index = linear(x, weights.index).unflatten(-1, (-1, spec.index_dim))
-    index_q, index_k = index.split((spec.num_index_heads, 1), dim=1)
-    write(codec, pages.index, heads(index_k, weights.index_k_norm), *slots)
-    return query, heads(index_q, weights.index_q_norm)
-
-
 def attention_inputs(
     x: Tensor,
     weights: AttentionWeights,
@@ -70,4 +38,20 @@ def attention_inputs(
     pages: LayerPages,
 ) -> tuple[Tensor, Tensor | None]:
     """See `winnow.ops.attention_inputs.AttentionInputs`."""
-    return run(reference_linear, reference_codec, x, weights, spec, rope, batch, pages)
+
+    def heads(values: Tensor, weight: Tensor | None) -> Tensor:
+        assert weight is not None
+        return rotate(norm(values.float(), weight, spec.norm_eps), rope).to(x.dtype)
+
+    qkv = linear(x, weights.qkv).unflatten(-1, (-1, spec.head_dim))
+    q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+    write(codec, pages.key, heads(k, weights.k_norm), *batch.slots)
+    write(codec, pages.value, v, *batch.slots)
+    query = heads(q, weights.q_norm)
+    if weights.index is None:
+        return query, None
+    assert pages.index is not None
+    index = linear(x, weights.index).unflatten(-1, (-1, spec.index_dim))
+    index_q, index_k = index.split((spec.num_index_heads, 1), dim=1)
+    write(codec, pages.index, heads(index_k, weights.index_k_norm), *batch.slots)
+    return query, heads(index_q, weights.index_q_norm)

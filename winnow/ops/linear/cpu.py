@@ -2,55 +2,64 @@
 does not depend on how many other rows there are.
 
 The second property is what makes a request give the same tokens alone, in a batch and chunked
-anyhow. BLAS libraries choose another order of summation for few rows and for long K, so rows are
-padded to MIN_ROWS and K is cut into pieces that are added in order (docs/log.md has what was
-measured).
+anyhow. BLAS libraries sum in another order for few rows than for many (docs/log.md has what was
+measured), so fp32 products are our own; bfloat16 ones, which promise no such thing, are torch's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from winnow.ops.codec import cpu as codec
-from winnow.ops.weights import Mxfp8Weight, Nvfp4Weight, PlainWeight, Weight, shape
+from winnow.ops.native import integers, library, threads
+from winnow.ops.weights import Mxfp8Weight, Nvfp4Weight, PlainWeight, Weight, expert, shape
 
-MIN_ROWS = 16
-_MAX_K = 512
 _TILE_VALUES = 1 << 20
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """See `winnow.ops.linear.Linear`."""
-    rows = x.shape[0]
     if isinstance(weight, PlainWeight):
-        return matmul(pad_rows(x), weight.data)[:rows]
+        return _product(x, weight.data)
     width, depth = shape(weight)
-    padded = pad_rows(x)
-    out = padded.new_empty(padded.shape[0], width)
+    out = x.new_empty(x.shape[0], width)
     step = max(1, _TILE_VALUES // depth)
     for start in range(0, width, step):
         tile = slice(start, start + step)
-        out[:, tile] = matmul(padded, _dequantise(weight, tile, x.dtype))
-    return out[:rows]
+        out[:, tile] = _product(x, _dequantise(weight, tile, x.dtype))
+    return out
 
 
-def pad_rows(x: Tensor) -> Tensor:
-    """`x` [rows, K] with rows of zeros added up to MIN_ROWS."""
-    missing = MIN_ROWS - x.shape[0]
-    return F.pad(x, (0, 0, 0, missing)) if missing > 0 else x
+def grouped_linear(
+    x: Tensor, weight: Weight, experts: Sequence[int], counts: Sequence[int]
+) -> Tensor:
+    """Rows of `x` [rows, K] in consecutive groups, group g times its own matrix of the stack
+    `weight` [experts, N, K]: counts[g] rows with matrix experts[g]. Returns [rows, N]."""
+    if isinstance(weight, PlainWeight) and x.dtype is torch.float32:
+        return _products(x, [weight.data[e] for e in experts], counts, shape(weight)[-2])
+    parts = x.split(list(counts))
+    return torch.cat([linear(p, expert(weight, e)) for e, p in zip(experts, parts, strict=True)])
 
 
-def matmul(x: Tensor, w: Tensor) -> Tensor:
-    """x [rows >= MIN_ROWS, K] @ w [N, K]^T, in fp32 with the order of sums fixed."""
-    depth = x.shape[1]
-    if x.dtype is not torch.float32 or depth <= _MAX_K:
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    if x.dtype is not torch.float32:
         return F.linear(x, w)
-    out = F.linear(x[:, :_MAX_K], w[:, :_MAX_K])
-    for start in range(_MAX_K, depth, _MAX_K):
-        piece = slice(start, start + _MAX_K)
-        out.addmm_(x[:, piece], w[:, piece].T)
+    return _products(x, [w], [x.shape[0]], w.shape[0])
+
+
+def _products(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], width: int) -> Tensor:
+    x = x.contiguous()
+    assert all(w.is_contiguous() for w in weights)
+    starts, sizes = integers([w.data_ptr() for w in weights]), integers(counts)
+    out = torch.empty(x.shape[0], width)
+    library().winnow_linear(
+        x.data_ptr(), x.shape[1], starts, sizes, len(weights), width,
+        out.data_ptr(), threads(),
+    )  # fmt: skip
     return out
 
 

@@ -1,33 +1,32 @@
-"""`moe` on a CPU: one pass over the experts that have rows, in ascending order, so that a row's
-sum has one order whatever the other rows chose."""
+"""`moe` on a CPU: one grouped product over the experts that have rows. Experts are taken in
+ascending order, so that a row's sum has one order whatever the other rows chose."""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from winnow.ops.linear.cpu import linear
-from winnow.ops.mlp.cpu import mlp
+from winnow.ops.linear.cpu import grouped_linear, linear
+from winnow.ops.mlp.cpu import activation, mlp
 from winnow.ops.moe.reference import choose
-from winnow.ops.weights import MlpWeights, MoeWeights, PlainWeight, expert
+from winnow.ops.weights import MoeWeights, PlainWeight
 from winnow.spec.model import ModelSpec
 
 
 def moe(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:
     """See `winnow.ops.moe.Moe`."""
+    shared = mlp(x, weights.shared, spec)
+    if not x.shape[0]:
+        return shared
     logits = linear(x.float(), PlainWeight(weights.router))
     chosen, share = choose(logits, weights.router_bias, spec)
-    out = torch.zeros(x.shape, dtype=torch.float32)
     flat = chosen.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=spec.num_experts).tolist()
-    rows_in_order = order // spec.experts_per_token
-    share_in_order = share.reshape(-1)[order].unsqueeze(-1)
-    start = 0
-    for index, count in enumerate(counts):
-        if not count:
-            continue
-        piece = slice(start, start + count)
-        rows = rows_in_order[piece]
-        one = MlpWeights(expert(weights.gate_up, index), expert(weights.down, index))
-        out.index_add_(0, rows, mlp(x[rows], one, spec).float() * share_in_order[piece])
-        start += count
-    return (out + mlp(x, weights.shared, spec).float()).to(x.dtype)
+    experts, counts = (t.tolist() for t in flat[order].unique_consecutive(return_counts=True))
+    rows = order // spec.experts_per_token
+    hidden = activation(grouped_linear(x[rows], weights.gate_up, experts, counts), spec)
+    parts = grouped_linear(hidden, weights.down, experts, counts).float()
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    # index_add_ adds in the order of its index.
+    out.index_add_(0, rows, parts * share.reshape(-1)[order].unsqueeze(-1))
+    return (out + shared.float()).to(x.dtype)
