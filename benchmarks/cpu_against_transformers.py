@@ -271,7 +271,7 @@ def main() -> None:
             compare(sheet, directory, name)
             if name == "small":
                 memory(sheet, directory, name, args.threads)
-            growth(sheet, directory, name)
+                growth(sheet, directory, name)
             append(Path(args.out), sheet.records)
 
 
