@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from winnow import LLM, SamplingParams
 
@@ -19,6 +21,8 @@ def run(name: str, model: Path, directory: Path) -> str:
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, model],
         cwd=directory,
+        # In bfloat16 torch's products depend on the number of threads, and so may the tokens.
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
         capture_output=True,
         encoding="utf-8",
         timeout=300,

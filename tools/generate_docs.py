@@ -49,9 +49,10 @@ OPS_HEAD = """\
 Written by `tools/generate_docs.py` from the contracts in `winnow/ops`.
 
 An operation is a folder: its contract in `__init__.py`, the plain version that defines it in \
-`reference.py`, a faster one for CPUs in `cpu.py` where the plain one is too slow, and its inputs \
-for tests and measurements in `cases.py`. `winnow bench conformance` compares a backend with the \
-reference on every case. Axes in brackets are tensor shapes.
+`reference.py`, a faster one for CPUs in `cpu.py`, whose inner loops are in \
+`winnow/ops/csrc/cpu.cpp`, and its inputs for tests and measurements in `cases.py`. `winnow bench \
+conformance` compares a backend with the reference on every case. Axes in brackets are tensor \
+shapes.
 """
 
 SHARED_TYPES = (
