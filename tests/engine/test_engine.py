@@ -12,10 +12,13 @@ import torch
 from support import driving
 from torch import Tensor
 
-from winnow.config import SamplingParams
+from winnow.config import EngineConfig, SamplingParams
+from winnow.engine.build import build_engine
 from winnow.engine.engine import Engine
 from winnow.engine.output import Output
 from winnow.errors import CapacityError, RequestError
+from winnow.model.weights import nbytes
+from winnow.spec.capacity import capacity
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 96}
 VOCAB = 256
@@ -299,6 +302,20 @@ def test_a_random_mix_of_arrivals_and_aborts_never_disturbs_a_request(
         assert own == alone[source[request_id]][: len(own)]
         complete += own == alone[source[request_id]]
     assert complete > 10
+
+
+def test_the_plan_and_the_engine_agree_to_the_byte(tiny: Path) -> None:
+    for kv, index in (("model", "model"), ("nvfp4", "fp8"), ("fp8", "nvfp4")):
+        plan = capacity(
+            str(tiny), kv_format=kv, index_format=index, memory_bytes=10**9, memory_fraction=1.0
+        )
+        cache = 10**9 - plan.weight_bytes
+        config = EngineConfig(kv_format=kv, index_format=index, cache_bytes=cache)
+        engine = build_engine(str(tiny), config, progress=False)
+        assert sum(nbytes(engine.runner.model.weights).values()) == plan.weight_bytes
+        assert engine.runner.storage.num_pages == plan.num_pages
+        assert engine.runner.storage.rows.nbytes == plan.num_pages * plan.row_bytes
+        assert (engine.runner.storage.num_pages - 1) * 128 == plan.num_tokens
 
 
 def test_logits_of_a_bfloat16_model_are_near_those_in_float32(tiny: Path) -> None:

@@ -22,6 +22,7 @@ from winnow.ops.paged import CacheScales
 from winnow.ops.table import Kernels, kernels
 from winnow.spec.capacity import WEIGHT_FORMATS
 from winnow.spec.formats import BF16, FP8, FP32, NVFP4, Format, cache_format
+from winnow.spec.memory import plan_memory
 from winnow.spec.model import BLOCK_TOKENS, ModelSpec
 from winnow.spec.page import RowLayout
 from winnow.spec.presets import PRESETS, preset
@@ -130,27 +131,22 @@ def _num_pages(config: EngineConfig, layout: RowLayout, max_model_len: int) -> i
     """
     available = free_memory_bytes(torch.device(config.device))
     if config.num_pages is not None:
-        pages = config.num_pages
-        if pages * layout.row_bytes > available:
+        if config.num_pages * layout.row_bytes > available:
             raise CapacityError(
-                f"{pages} pages of {layout.row_bytes} bytes were asked for, {available} bytes are "
-                f"free: lower --num-pages to {available // layout.row_bytes}"
+                f"{config.num_pages} pages of {layout.row_bytes} bytes were asked for, {available} "
+                f"bytes are free: lower --num-pages to {available // layout.row_bytes}"
             )
-    else:
-        budget = config.cache_bytes or int(available * _CACHE_SHARE)
-        if budget > available:
-            raise CapacityError(
-                f"a cache of {budget} bytes was asked for, {available} bytes are free: "
-                "lower cache_bytes"
-            )
-        most = config.max_running * -(-max_model_len // BLOCK_TOKENS) + 1
-        pages = min(budget // layout.row_bytes, most)
-    if pages < 2:
+        return config.num_pages
+    if config.cache_bytes is not None and config.cache_bytes > available:
         raise CapacityError(
-            f"the cache has room for {pages} pages of {layout.row_bytes} bytes, it needs 2 at "
-            "least (one is the null page): raise --num-pages or free memory"
+            f"a cache of {config.cache_bytes} bytes was asked for, {available} bytes are free: "
+            "lower cache_bytes"
         )
-    return pages
+    share = 1.0 if config.cache_bytes else _CACHE_SHARE
+    # The weights are in memory already: what is free is free for pages.
+    memory = plan_memory(config.cache_bytes or available, 0, layout.row_bytes, share)
+    most = config.max_running * -(-max_model_len // BLOCK_TOKENS) + 1
+    return min(memory.num_pages, most)
 
 
 def _random_weights(spec: ModelSpec, dtype: torch.dtype, plain: Format) -> ModelWeights:
@@ -172,11 +168,16 @@ def _kv_scales(
     if kv_format is not FP8:
         return None
     none = "a tensor scale of 1.0, as the checkpoint has none"
-    log.info("KV cache in fp8 with %s", "tensor scales from the checkpoint" if stored else none)
+    # An assumption about values nobody has seen is worth a warning.
+    level = logging.INFO if stored else logging.WARNING
+    log.log(
+        level, "KV cache in fp8 with %s", "tensor scales from the checkpoint" if stored else none
+    )
     return stored
 
 
 def _say_index_scale(index_format: Format) -> None:
     """A scale that was assumed is said."""
     if index_format.code_bits < 16:
-        log.info("index cache in %s with a tensor scale of 1.0", index_format.name)
+        level = logging.INFO if index_format.group else logging.WARNING
+        log.log(level, "index cache in %s with a tensor scale of 1.0", index_format.name)

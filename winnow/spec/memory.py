@@ -147,7 +147,7 @@ def plan_memory(
         raise CapacityError(
             f"the model needs {_gb(needed)} ({_gb(weights)} of weights, {_gb(reserve)} of reserve, "
             f"two pages of {row_bytes} B), {_gb(usable)} are usable ({memory_fraction:.0%} of "
-            f"{_gb(total_bytes)}): use smaller formats, fewer layers (--layers N) or more memory"
+            f"{_gb(total_bytes)}): use smaller formats, fewer layers or more memory"
         )
     return MemoryPlan(total_bytes, usable, weights, reserve, row_bytes, num_pages)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from winnow.errors import CheckpointError
 from winnow.model.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 2**30
@@ -60,6 +62,10 @@ class ShardWriter:
 
 def save(tensors: dict[str, Tensor], file: Path) -> None:
     """One safetensors file, readable by whom its directory is."""
-    save_file(tensors, file, metadata={"format": "pt"})
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # What the library says of a full disk is not an OSError.
+        raise CheckpointError(f"{file} cannot be written: {error}") from error
     # safetensors writes for the owner alone, whatever the umask.
     file.chmod(file.parent.stat().st_mode & 0o666)
