@@ -18,8 +18,9 @@ from winnow.ops.paged import Paged, encode
 from winnow.spec.formats import BF16, FP8, FP32
 from winnow.spec.model import BLOCK_TOKENS
 
-MAX_EXPANDED = 2048
-"""Blocks that may be held expanded at a time: 128 MiB of 128 x 128 values."""
+MAX_EXPANDED = 512
+"""Blocks to expand at a time: 32 MiB of 128 x 128 values. More come from fresh memory at every
+call, whose first touch costs as much as the expansion."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ from winnow.ops.block_list import MAX_EXPANDED, BlockList, block_list
 from winnow.ops.native import library, threads
 from winnow.ops.paged import LayerPages
 
+_MAX_PREFILL = 4 * MAX_EXPANDED
+"""Many rows share their blocks: expanding more of them at a time saves expanding them again."""
+
 
 def sparse_attention(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) -> Tensor:
     """See `winnow.ops.sparse_attention.SparseAttention`."""
@@ -19,8 +22,8 @@ def sparse_attention(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) ->
     counts = (ids >= 0).sum(-1)
     # Rows of a request share most of its blocks; a tile expands no more than all of them.
     step = rows
-    if batch.block_tables.numel() * kv_heads > MAX_EXPANDED:
-        step = max(1, MAX_EXPANDED // (kv_heads * topk))
+    if batch.block_tables.numel() * kv_heads > _MAX_PREFILL:
+        step = max(1, _MAX_PREFILL // (kv_heads * topk))
     parts = [q[:0]]
     for start in range(0, rows, max(step, 1)):
         tile = slice(start, start + step)
