@@ -105,5 +105,12 @@ CASES = (
     _case("fp32", "fp32", "fp32", "fp32", fault="full attention"),
     _case("fp32", "fp32", "fp32", "fp32", fault="NaN and huge values"),
     _case("fp32", "fp32", "nvfp4", "nvfp4", fault="NaN and huge values"),
-    _case("fp32", "fp32", "nvfp4", "nvfp4", tokens=(Tokens(0, 1), Tokens(5, 5))),
+    _case(
+        "fp32",
+        "fp32",
+        "nvfp4",
+        "nvfp4",
+        tokens=(Tokens(0, 1), Tokens(5, 5)),
+        fault="padding first",
+    ),
 )
