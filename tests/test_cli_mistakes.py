@@ -36,7 +36,7 @@ REFUSED = [
     ("generate {tiny} --prompt x --device mps", r"'mps': use cpu, cuda, or"),
     ("generate {tiny} --prompt x --backend b", r"no backend 'b'; known: cpu"),
     ("generate {tiny} --prompt x --backend hopper", r"not run on device cpu"),
-    ("generate {tiny} --prompt x --num-pages 1", r"room for 1 pages .* needs 2"),
+    ("generate {tiny} --prompt x --num-pages 1", r"has 1 pages .* start with --num-pages 2"),
     ("generate {tiny} --prompt x --max-step-tokens 0", r"is 0; .* at least 1"),
     (
         "generate {tiny} --prompt x --max-model-len 65537",

@@ -14,6 +14,9 @@ from winnow.config import EngineConfig, SamplingParams
 from winnow.core.request import Request
 from winnow.engine.build import build_engine
 from winnow.engine.engine import Engine
+from winnow.ops.batch import Batch
+from winnow.ops.codec import reference as codec
+from winnow.ops.paged import Paged, read
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -42,6 +45,29 @@ def all_logits(built: Engine, prompt: list[int], request_id: str = "logits") -> 
         last = int(parts[-1][-1].argmax())
         built.scheduler.complete(plan, dict.fromkeys(inputs.sampled, last))
     return torch.cat(parts), request.num_cached
+
+
+def selection_leads(built: Engine, prompt: list[int]) -> Tensor:
+    """By how much each selection that leaves a block out was decided: score of the last block
+    taken on its rank less that of the first one left, over all layers, rows and heads."""
+    kernels = built.runner.model.kernels
+    leads: list[Tensor] = []
+
+    def select(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Tensor:
+        num_blocks = int(batch.kv_lens[0] - 1) // 128 + 1
+        keys = read(codec, index, batch.block_tables[0, :num_blocks], torch.float32)
+        products = torch.einsum("rhd,btd->rhbt", index_q, keys[:, 0].nan_to_num())
+        current = batch.positions // 128
+        ahead = torch.arange(num_blocks) >= current.unsqueeze(-1)
+        scores = products.amax(-1).masked_fill(ahead.unsqueeze(1), float("-inf"))
+        ranked = scores[current >= topk].sort(dim=-1, descending=True).values
+        leads.append((ranked[..., topk - 2] - ranked[..., topk - 1]).flatten())
+        return kernels.select_blocks(index_q, index, batch, topk)
+
+    built.runner.model.kernels = replace(kernels, select_blocks=select)
+    all_logits(built, prompt, "leads")
+    built.runner.model.kernels = kernels
+    return torch.cat(leads)
 
 
 def greedy(built: Engine, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:

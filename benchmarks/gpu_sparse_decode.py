@@ -1,0 +1,200 @@
+"""Sparse attention of decode rows on a Hopper GPU, beside the read bandwidth of the same run.
+
+Pages are whole rows of MiniMax-M3.1's 60 layers, 82 GB of them, chosen at random; launches go
+from layer to layer as a step does, so that no launch finds its bytes in L2. Every size is compared
+with plain arithmetic first. Appends records to benchmarks/h200-sparse-decode.jsonl.
+
+    python benchmarks/gpu_sparse_decode.py [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from winnow.bench.machine import commit, machine, software
+from winnow.bench.record import Record, append
+from winnow.ops.batch import Batch
+from winnow.ops.case import error
+from winnow.ops.codec import reference as codec
+from winnow.ops.paged import LayerPages, layer_pages, read
+from winnow.ops.sparse_attention import hopper
+from winnow.spec.formats import NVFP4
+from winnow.spec.model import BLOCK_TOKENS
+from winnow.spec.page import RowLayout
+
+LAYERS, HEADS, KV_HEADS, DIM, TOPK = 60, 64, 4, 128, 16
+MULTIPROCESSORS = 132
+PAGES = 16384
+SIZES = ((1, 1), (8, 1), (32, 1), (64, 1), (128, 1), (256, 1), (64, 4), (64, 8))
+"""Requests and their rows. Contexts are 32,768 tokens, or what 16,384 pages hold."""
+TOLERANCE = 2.0**-8
+LAYOUT = RowLayout(LAYERS, tuple(range(LAYERS)), KV_HEADS, DIM, DIM, NVFP4, NVFP4)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Decode rows of `requests`, each row with a selection of its own."""
+
+    q: Tensor
+    ids: Tensor
+    batch: Batch
+    out: Tensor
+
+
+def pool() -> Tensor:
+    """Rows of random codes; scales of 2^-2 to 2."""
+    rows = torch.empty(PAGES, LAYOUT.row_bytes, dtype=torch.uint8, device="cuda")
+    rows.view(torch.int64).random_(-(1 << 62), 1 << 62)
+    for layer in range(LAYERS):
+        pages = layer_pages(rows, LAYOUT, layer)
+        for paged in (pages.key, pages.value):
+            assert paged.scales is not None
+            scales = paged.scales.view(torch.uint8)
+            scales.copy_(torch.randint(0x28, 0x48, scales.shape, device="cuda").byte())
+    return rows
+
+
+def work(requests: int, rows_each: int, generator: torch.Generator) -> Work:
+    blocks = min(PAGES // requests, 256)
+    tables = torch.randperm(PAGES, generator=generator, device="cuda")[: requests * blocks]
+    rows, kv_len = requests * rows_each, blocks * BLOCK_TOKENS
+    last = torch.arange(kv_len - rows_each, kv_len, device="cuda")
+    starts = torch.arange(0, rows + 1, rows_each, device="cuda")
+    past = torch.rand(rows, KV_HEADS, blocks - 1, generator=generator, device="cuda")
+    chosen = past.topk(TOPK - 1).indices.sort(-1).values
+    current = torch.full_like(chosen[..., :1], blocks - 1)
+    q = torch.randn(rows, HEADS, DIM, generator=generator, device="cuda").bfloat16()
+    batch = Batch(
+        positions=last.repeat(requests),
+        row_request=torch.arange(requests, device="cuda").repeat_interleave(rows_each),
+        row_starts=starts,
+        kv_lens=torch.full((requests,), kv_len, device="cuda"),
+        block_tables=tables.view(requests, blocks),
+    )
+    return Work(q, torch.cat([chosen, current], -1).int(), batch, torch.empty_like(q))
+
+
+def plain(w: Work, pages: LayerPages, row: int) -> Tensor:
+    """One row by the definition, in fp32 on the GPU."""
+    table = w.batch.block_tables[w.batch.row_request[row]]
+    visible = int(w.batch.positions[row]) + 1
+    outs = []
+    for head, ids in enumerate(w.ids[row].long()):
+        k, v = (
+            read(codec, p, table[ids], torch.float32)[:, head].flatten(0, 1)
+            for p in (pages.key, pages.value)
+        )
+        seen = (ids.unsqueeze(-1) * BLOCK_TOKENS + torch.arange(128, device="cuda")) < visible
+        q = w.q[row].float().view(KV_HEADS, -1, DIM)[head]
+        scores = (q @ k.T * DIM**-0.5).masked_fill(~seen.flatten(), -torch.inf)
+        outs.append(scores.softmax(-1) @ v)
+    return torch.cat(outs)
+
+
+def samples_us(launch: Callable[[int], None], launches: int, replays: int = 20) -> list[float]:
+    """Microseconds a launch, one sample a replay of a CUDA graph of `launches`."""
+    launch(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            launch(i)
+    times = []
+    for i in range(replays + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(end) * 1e3 / launches)
+    return times
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of summing 8 GB, the median."""
+    data = torch.randn(1 << 31, device="cuda")
+    times = sorted(samples_us(lambda _: data.sum(), 1))
+    return data.nbytes / times[len(times) // 2] * 1e6
+
+
+def measure(rows: Tensor, requests: int, rows_each: int) -> tuple[list[float], float, int]:
+    """Samples in microseconds, relative L2 error of some rows, splits."""
+    generator = torch.Generator("cuda").manual_seed(requests)
+    sets = [work(requests, rows_each, generator) for _ in range(2)]
+    layers = [layer_pages(rows, LAYOUT, layer) for layer in range(LAYERS)]
+    splits = hopper.splits_for(requests * rows_each * KV_HEADS, TOPK, MULTIPROCESSORS)
+
+    def launch(i: int) -> None:
+        w = sets[i // LAYERS % 2]
+        hopper.attend(w.q, w.ids, w.batch, layers[i % LAYERS], w.out, splits)
+
+    w, checked = sets[0], sorted({0, w_last := requests * rows_each - 1, w_last // 2})
+    w.out.fill_(float("nan"))
+    launch(0)
+    wrong = max(error(w.out[r].float(), plain(w, layers[0], r)) for r in checked)
+    if not wrong <= TOLERANCE:
+        raise SystemExit(f"{requests} x {rows_each}: relative error {wrong}, no time is reported")
+    return samples_us(launch, 2 * LAYERS if requests * rows_each < 32 else 16), wrong, splits
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    here = Path(__file__).parent
+    parser.add_argument("--out", type=Path, default=here / "h200-sparse-decode.jsonl")
+    out = parser.parse_args(arguments).out
+    bandwidth = read_bandwidth()
+    rows = pool()
+    on = {**machine(torch.get_num_threads()), "gpu": torch.cuda.get_device_name()}
+    records = []
+    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
+    for requests, rows_each in SIZES:
+        times, wrong, splits = measure(rows, requests, rows_each)
+        num_rows = requests * rows_each
+        num_bytes = num_rows * TOPK * BLOCK_TOKENS * KV_HEADS * 2 * NVFP4.nbytes(DIM)
+        record = Record(
+            level="kernel",
+            what="sparse_attention decode",
+            unit="us",
+            samples=tuple(times),
+            workload={
+                "requests": requests,
+                "rows_each": rows_each,
+                "kv_len": min(PAGES // requests, 256) * BLOCK_TOKENS,
+                "heads": HEADS,
+                "kv_heads": KV_HEADS,
+                "head_dim": DIM,
+                "topk_blocks": TOPK,
+            },
+            conditions={
+                "kv_format": "nvfp4",
+                "page_row_bytes": LAYOUT.row_bytes,
+                "selection": "at random, the current block among it; pages at random",
+                "timing": "CUDA graph of launches on one layer after another; programmatic "
+                "dependent launch",
+                "splits": splits,
+                "num_bytes": num_bytes,
+                "relative_l2_error": wrong,
+                "read_bandwidth_bytes_per_s": bandwidth,
+            },
+            machine=on,
+            software=software(),
+            commit=commit(),
+        )
+        records.append(record)
+        floor = num_bytes / bandwidth * 1e6
+        print(
+            f"{requests:4} x {rows_each}: {record.median:7.1f} us, floor {floor:6.1f}, "
+            f"{num_bytes / record.median / 1e6:5.2f} TB/s, splits {splits}, error {wrong:.1e}"
+        )
+    append(out, records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Hopper's sparse attention against the reference; without a GPU, its arithmetic and its build."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from winnow.errors import UnsupportedError
+from winnow.ops import cuda_build
+from winnow.ops.batch import Batch
+from winnow.ops.case_data import LAYER, Tokens, filled, small_spec
+from winnow.ops.codec import reference as codec
+from winnow.ops.paged import CacheScales, LayerPages, layer_pages, write
+from winnow.ops.sparse_attention import hopper
+from winnow.ops.sparse_attention.cases import random_ids
+from winnow.ops.sparse_attention.reference import sparse_attention
+from winnow.spec.formats import NVFP4
+from winnow.spec.page import RowLayout
+
+gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs an H100 or H200",
+)
+nvcc = pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
+
+SPEC = replace(small_spec(), num_heads=64, head_dim=128)
+TOPK = 16
+BF16 = 2.0**-8
+"""Relative L2 error allowed of outputs in bf16; their rounding alone is about 2^-9.4."""
+WEIGHTS = 2.0**-11
+"""The same before outputs are rounded: softmax weights are fp16, one rounding each."""
+SEQUENCES = {
+    "edges": tuple(Tokens(n, 1) for n in (1, 0, 31, 32, 33, 127, 128, 129, 511, 512, 513, 3000)),
+    "few blocks": tuple(Tokens(128 * n + 5, 1) for n in range(1, 17)),
+    "verify": (Tokens(700, 4), Tokens(129, 8), Tokens(0, 2), Tokens(3000, 5)),
+    "more than one round": tuple(Tokens(1 + 37 * i % 700 if i % 7 else 0, 1) for i in range(210)),
+    "padding alone": (Tokens(0, 1),),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    ids: Tensor
+    batch: Batch
+    pages: LayerPages
+
+
+def inputs(
+    tokens: tuple[Tokens, ...], scales: CacheScales | None = None, first_page: int = 1
+) -> Inputs:
+    state = filled(tokens, "nvfp4", "nvfp4", spec=SPEC, first_page=first_page)
+    generator = torch.Generator().manual_seed(29)
+    q = torch.randn(state.batch.num_rows, SPEC.num_heads, SPEC.head_dim, generator=generator)
+    ids = random_ids(state.batch, SPEC.num_kv_heads, TOPK, generator)
+    pages = layer_pages(state.rows, RowLayout.of(SPEC, NVFP4, NVFP4), LAYER, scales)
+    return Inputs(q.bfloat16(), ids, state.batch, pages)
+
+
+def on_gpu(x: Inputs) -> Inputs:
+    layout = RowLayout.of(SPEC, NVFP4, NVFP4)
+    codes = x.pages.key.codes
+    size = (codes.shape[0], layout.row_bytes)
+    rows = codes.as_strided(size, (layout.row_bytes, 1), 0).to("cuda")
+    scales = CacheScales(x.pages.key.global_scale, x.pages.value.global_scale)
+    batch = Batch(*(t.to("cuda") for t in vars(x.batch).values() if isinstance(t, Tensor)))
+    return Inputs(x.q.to("cuda"), x.ids.to("cuda"), batch, layer_pages(rows, layout, LAYER, scales))
+
+
+def run(x: Inputs, splits: int, dtype: torch.dtype) -> Tensor:
+    """The kernel's output over an output full of NaN."""
+    out = torch.full(x.q.shape, float("nan"), dtype=dtype, device="cuda")
+    hopper.attend(x.q, x.ids, x.batch, x.pages, out, splits)
+    return out.float().cpu()
+
+
+def expected(x: Inputs) -> Tensor:
+    return sparse_attention(x.q.float(), x.ids, x.batch, x.pages)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative L2; rows that must be zero must be zero."""
+    assert torch.equal(got.isnan(), want.isnan())
+    got, want = got.nan_to_num(), want.nan_to_num()
+    assert not got[(want == 0).all(-1)].any()
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+
+
+def check(x: Inputs) -> None:
+    want, device = expected(x), on_gpu(x)
+    for splits in hopper.SPLITS:
+        exact = error(run(device, splits, torch.float32), want)
+        rounded = error(run(device, splits, torch.bfloat16), want)
+        print(f"splits {splits}: fp32 {exact:.2e}, bf16 {rounded:.2e}")
+        assert exact <= WEIGHTS
+        assert rounded <= BF16
+
+
+@gpu
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_output_is_the_references_within_bf16_whatever_the_splits(name: str) -> None:
+    check(inputs(SEQUENCES[name]))
+
+
+@gpu
+def test_global_scales_of_k_and_v_count() -> None:
+    check(inputs(SEQUENCES["edges"], CacheScales(key=0.37, value=3.1)))
+
+
+@gpu
+def test_pages_beyond_two_gigabytes_are_found() -> None:
+    row_bytes = RowLayout.of(SPEC, NVFP4, NVFP4).row_bytes
+    check(inputs((Tokens(2000, 1), Tokens(3, 1)), first_page=(1 << 31) // row_bytes + 3))
+
+
+@gpu
+@pytest.mark.parametrize(("factor", "key_scale"), [(50, 1), (2.0**40, 2.0**-40), (2.0**-100, 1)])
+def test_queries_of_any_size_keep_their_bits(factor: float, key_scale: float) -> None:
+    x = inputs(SEQUENCES["verify"], CacheScales(key=key_scale))
+    check(replace(x, q=x.q * factor))
+
+
+@gpu
+def test_heads_far_apart_in_memory_are_read_in_place() -> None:
+    x = inputs(SEQUENCES["verify"])
+    check(replace(x, q=x.q.repeat(1, 2, 1)[:, ::2]))
+
+
+@gpu
+def test_fewer_query_heads_than_the_instruction_has_rows() -> None:
+    x = inputs(SEQUENCES["verify"])
+    check(replace(x, q=x.q[:, :20].contiguous()))
+
+
+@gpu
+def test_values_across_the_range_of_the_format_are_exact() -> None:
+    x = inputs((Tokens(300, 1),))
+    generator = torch.Generator().manual_seed(3)
+    tables = x.batch.block_tables[0]
+    tokens = torch.arange(300)
+    slots = (tables[tokens // 128], tokens % 128)
+    exponents = torch.randint(-9, 12, (300, SPEC.num_kv_heads, 8, 1), generator=generator)
+    values = torch.randn(300, SPEC.num_kv_heads, 8, 16, generator=generator) * 2.0**exponents
+    write(codec, x.pages.value, values.flatten(2), *slots)
+    check(x)
+
+
+@gpu
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_a_nan_stays_with_its_request(part: str) -> None:
+    x = inputs((Tokens(129, 1), Tokens(700, 1)))
+    bad = torch.full((1, SPEC.num_kv_heads, SPEC.head_dim), float("nan"))
+    page = x.batch.block_tables[:1, 0]
+    write(codec, getattr(x.pages, part), bad, page, torch.zeros_like(page))
+    got, want = run(on_gpu(x), 4, torch.bfloat16), expected(x)
+    assert want[0].isnan().all()
+    assert error(got, want) <= BF16
+
+
+@gpu
+def test_ids_after_the_position_are_not_followed() -> None:
+    x = inputs((Tokens(300, 1),))
+    stale = x.ids.clone()
+    stale[:, :, 3:5] = torch.tensor([3, 1 << 30])
+    got, want = run(on_gpu(replace(x, ids=stale)), 2, torch.bfloat16), expected(x)
+    assert error(got, want) <= BF16
+
+
+@gpu
+def test_a_graph_follows_lengths_and_ids_and_repeats_bit_for_bit() -> None:
+    x = inputs((Tokens(900, 1), Tokens(700, 1)))
+    shorter = replace(x.batch, positions=torch.tensor([129, 0]), kv_lens=torch.tensor([130, 0]))
+    ids = random_ids(shorter, SPEC.num_kv_heads, TOPK, torch.Generator().manual_seed(1))
+    for splits in hopper.SPLITS:
+        device, later = on_gpu(x), on_gpu(replace(x, batch=shorter, ids=ids))
+        want = [run(v, splits, torch.bfloat16) for v in (device, later)]
+        out = torch.full_like(device.q, float("nan"))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            hopper.attend(device.q, device.ids, device.batch, device.pages, out, splits)
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(out.float().cpu(), want[0])
+        device.ids.copy_(later.ids)
+        device.batch.positions.copy_(later.batch.positions)
+        device.batch.kv_lens.copy_(later.batch.kv_lens)
+        graph.replay()
+        assert torch.equal(out.float().cpu(), want[1])
+
+
+@nvcc
+def test_the_kernel_builds() -> None:
+    assert cuda_build.build(hopper.SOURCE).is_file()
+
+
+def test_a_code_times_a_scale_is_exact_in_the_fp16_of_the_kernel() -> None:
+    codes = np.arange(16, dtype=np.uint16)
+    halves = ((codes & 7) << 9 | (codes & 8) << 12).view(np.float16)
+    bytes_ = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    scales = bytes_.view(torch.float8_e4m3fn).float().numpy()
+    scales = scales[np.isfinite(scales)]
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.concatenate([e2m1, -e2m1])
+    assert np.array_equal(halves.astype(np.float64) * 2.0**14, values)
+    products = np.multiply.outer(halves, scales.astype(np.float16))
+    assert products.dtype == np.float16
+    want = np.multiply.outer(values, scales.astype(np.float64)) * 2.0**-14
+    assert np.array_equal(products.astype(np.float64), want)
+
+
+def test_splits_fill_the_gpu_and_never_outnumber_the_blocks() -> None:
+    pairs = (0, 1, 4, 16, 32, 64, 128, 256, 1024)
+    assert [hopper.splits_for(n, 16, 132) for n in pairs] == [16, 16, 16, 8, 4, 2, 2, 1, 1]
+    assert hopper.splits_for(4, 5, 132) == 4
+    assert hopper.splits_for(4, 1, 132) == 1
+
+
+def test_what_the_kernel_cannot_take_is_refused_with_numbers() -> None:
+    x = inputs((Tokens(5, 1),))
+    out = torch.empty(x.q.shape)
+    with pytest.raises(UnsupportedError, match=r"not torch.float32 and nvfp4"):
+        hopper.attend(x.q.float(), x.ids, x.batch, x.pages, out, 1)
+    wide = torch.full((1, SPEC.num_kv_heads, 33), -1, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=r"not 128, 16 and 33"):
+        hopper.attend(x.q, wide, x.batch, x.pages, out, 1)

@@ -1,0 +1,147 @@
+"""`select_blocks` on Hopper: checks what the kernels take, and launches them.
+
+Owns the limits and the scratch memory; csrc/decode.cu says how scores and selections are found.
+Nothing is read back from the device, so a call can be captured in a CUDA graph: its grid depends
+on shapes alone, lengths are read on the device. Built for a few rows a request; many are right
+but slow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from winnow.errors import UnsupportedError
+from winnow.ops.batch import Batch
+from winnow.ops.cuda_build import library
+from winnow.ops.paged import Paged
+from winnow.spec.formats import NVFP4
+
+SOURCE = Path(__file__).parent / "csrc" / "decode.cu"
+
+INDEX_DIM = 128
+MAX_TOPK = 16
+MAX_REQUESTS = 2048
+MAX_BLOCKS = 16384
+"""Columns of the block table: sequences of up to 2,097,152 tokens."""
+
+_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES = {
+    "winnow_select_decode_stride": (_I, _I),
+    "winnow_select_decode": (
+        *(_P, _P, _N),
+        *(_P, _N, _N, _I, _I, _I, _I),
+        *(_P, _P, _P, _P, _P, _N, _I),
+        *(_I, _I, _P, _I, _P, _I, _P),
+    ),
+}
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return library(SOURCE, _SIGNATURES)
+
+
+def select_blocks(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Tensor:
+    """See `winnow.ops.select_blocks.SelectBlocks`; every tensor on one CUDA device.
+
+    Index keys are NVFP4, index queries bf16 or fp32. Their global scale is left out: it is
+    positive, so it changes no order. Scores are fp32 sums in another order than the reference's,
+    and in one order for up to 8 query columns a request, in another for more: where two blocks'
+    scores differ by rounding alone, either may be selected. UnsupportedError for what the kernels
+    do not take.
+    """
+    rows, heads, dim = index_q.shape
+    codes, scales = _keys(index)
+    max_blocks = batch.block_tables.shape[1]
+    _check(index_q, heads, dim, topk, batch.num_requests, max_blocks)
+    _check_batch(batch)
+    ids = torch.empty(rows, heads, topk, dtype=torch.int32, device=index_q.device)
+    if not rows:
+        return ids
+    index_q = _aligned(index_q)
+    processors = torch.cuda.get_device_properties(index_q.device).multi_processor_count
+    stride = _library().winnow_select_decode_stride(max_blocks, processors)
+    scores = torch.empty(rows * heads, stride, dtype=torch.float32, device=index_q.device)
+    wide = index_q.dtype is torch.float32
+    error = _library().winnow_select_decode(
+        codes.data_ptr(), scales.data_ptr(), codes.stride(0),
+        index_q.data_ptr(), index_q.stride(0), index_q.stride(1), rows, heads, wide,
+        _tiles(rows / batch.num_requests * heads, wide),
+        batch.positions.data_ptr(), batch.row_request.data_ptr(), batch.row_starts.data_ptr(),
+        batch.kv_lens.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0),
+        batch.num_requests, max_blocks, topk, scores.data_ptr(), stride, ids.data_ptr(), processors,
+        torch.cuda.current_stream(index_q.device).cuda_stream,
+    )  # fmt: skip
+    torch.cuda.check_error(error)
+    return ids
+
+
+def _keys(index: Paged) -> tuple[Tensor, Tensor]:
+    """Codes and scales; the kernel's copies take tokens one after another, 16-byte aligned."""
+    if index.format is not NVFP4 or index.scales is None:
+        raise UnsupportedError(
+            f"the hopper backend reads nvfp4 index keys, this cache holds {index.format.name}: "
+            "start with --index-format nvfp4"
+        )
+    codes, scales = index.codes, index.scales
+    for part in (codes, scales):
+        if part.stride(2) != part.shape[3] or (part.data_ptr() | part.stride(0)) % 16:
+            raise ValueError(f"index keys of strides {part.stride()} are not a page row's")
+    if codes.stride(0) != scales.stride(0):
+        raise ValueError("codes and scales of the index keys are not of one page row")
+    return codes, scales
+
+
+def _aligned(index_q: Tensor) -> Tensor:
+    """`index_q`, or a copy of it, whose heads can be read 16 bytes at a time."""
+    row, head, one = index_q.stride()
+    if one != 1 or (row * index_q.element_size() | head * index_q.element_size()) % 16:
+        index_q = index_q.contiguous()
+    return index_q.clone() if index_q.data_ptr() % 16 else index_q
+
+
+def _check_batch(batch: Batch) -> None:
+    for field in fields(batch):
+        tensor = getattr(batch, field.name)
+        packed = tensor.shape[-1] < 2 or tensor.stride(-1) == 1
+        if tensor.dtype is not torch.int64 or not tensor.is_cuda or not packed:
+            raise ValueError(
+                f"batch.{field.name} is {tensor.dtype} on {tensor.device}, strides "
+                f"{tensor.stride()}: the kernels read packed int64 on the GPU"
+            )
+
+
+def _check(
+    index_q: Tensor, heads: int, dim: int, topk: int, num_requests: int, max_blocks: int
+) -> None:
+    if index_q.dtype not in (torch.bfloat16, torch.float32):
+        raise UnsupportedError(
+            f"the hopper backend takes bf16 or fp32 index queries, not {index_q.dtype}: "
+            "serve the model in bfloat16"
+        )
+    for what, given, allowed in (
+        ("an index dimension", dim, (INDEX_DIM,)),
+        ("a number of index heads", heads, (1, 2, 4, 8)),
+        ("a number of selected blocks", topk, range(1, MAX_TOPK + 1)),
+        ("a number of requests in a step", num_requests, range(MAX_REQUESTS + 1)),
+        ("a number of blocks a sequence", max_blocks, range(MAX_BLOCKS + 1)),
+    ):
+        if given not in allowed:
+            limit = f"at most {allowed[-1]}" if isinstance(allowed, range) else f"one of {allowed}"
+            raise UnsupportedError(
+                f"the hopper backend's indexer takes {what} of {limit}, not {given}: "
+                "use --backend cpu, or change it"
+            )
+
+
+def _tiles(columns: float, wide: bool) -> int:
+    """Groups of 8 query columns that one pass over the keys serves: most in use, none for rows
+    that a usual request has not. Registers allow four, or two where a query takes two numbers."""
+    tiles = 1 if columns <= 8 else 2 if columns <= 16 else 4
+    return min(tiles, 2) if wide else tiles

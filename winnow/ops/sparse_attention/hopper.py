@@ -1,0 +1,113 @@
+"""`sparse_attention` on Hopper: one launch in CUDA C++, clusters of CTAs for rows and KV heads.
+
+Serves bf16 queries over an NVFP4 cache. Made for decode: rows of one request that select the same
+block read it twice, from L2. Reads lengths and tables on the device, so a CUDA graph may hold it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from winnow.errors import UnsupportedError
+from winnow.ops.batch import Batch
+from winnow.ops.cuda_build import library
+from winnow.ops.paged import LayerPages
+from winnow.spec.formats import NVFP4
+from winnow.spec.model import BLOCK_TOKENS
+
+SOURCE = Path(__file__).parent / "csrc" / "decode.cu"
+HEAD_DIM = 128
+MAX_GROUP = 16
+"""Query heads of one KV head: the rows of the tensor cores' instruction."""
+MAX_TOPK = 32
+"""A warp finds its blocks with one lane each."""
+SPLITS = (1, 2, 4, 8, 16)
+
+_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "winnow_sparse_decode": (
+        *(_P, _N, _N, _P, _P, _P, _P, _P, _N, _P, _N, _N, _P, _I),
+        *(_N, _I, _I, _I, _F, _F, _I, _I, _P),
+    )
+}
+
+
+def sparse_attention(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) -> Tensor:
+    """See `winnow.ops.sparse_attention.SparseAttention`; UnsupportedError for other than bf16
+    queries of 128 dims over NVFP4 pages, 16 query heads a KV head and 32 blocks at most."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    rows, kv_heads, topk = ids.shape
+    splits = splits_for(rows * kv_heads, topk, _multiprocessors(q.device))
+    attend(q, ids, batch, pages, out, splits)
+    return out
+
+
+def splits_for(pairs: int, topk: int, multiprocessors: int) -> int:
+    """CTAs that share the blocks of one of `pairs` (row, KV head), more while they are few: one on
+    every multiprocessor, two where that leaves a pair undivided. The fastest, as measured."""
+    wanted = max(multiprocessors // max(pairs, 1), 2 if pairs <= multiprocessors else 1)
+    return max((s for s in SPLITS if s <= min(wanted, topk)), default=1)
+
+
+def attend(
+    q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages, out: Tensor, splits: int
+) -> None:
+    """`sparse_attention` into `out` [rows, heads, 128], contiguous, bf16 or fp32 (the sums before
+    they are rounded), with `splits` CTAs for a row and KV head."""
+    rows, kv_heads, topk = ids.shape
+    heads, dim = q.shape[1:]
+    _check(q, pages, heads // kv_heads, topk)
+    if not rows:
+        return
+    if q.stride(2) != 1 or q.stride(1) % 8 or q.stride(0) % 8 or q.data_ptr() % 16:
+        q = q.contiguous()
+    ids, tables = ids.contiguous(), batch.block_tables.contiguous()
+    codes = pages.key.codes
+    error = _library().winnow_sparse_decode(
+        q.data_ptr(), q.stride(0), q.stride(1), ids.data_ptr(), batch.positions.data_ptr(),
+        batch.row_request.data_ptr(), batch.kv_lens.data_ptr(), tables.data_ptr(), tables.shape[1],
+        codes.data_ptr(), codes.stride(0), codes.stride(1), out.data_ptr(),
+        out.dtype is torch.float32, rows, kv_heads, heads // kv_heads, topk,
+        math.log2(math.e) * dim**-0.5 * pages.key.global_scale, pages.value.global_scale, splits,
+        _multiprocessors(q.device), torch.cuda.current_stream(q.device).cuda_stream,
+    )  # fmt: skip
+    if error:
+        raise RuntimeError(f"sparse decode did not launch: CUDA error {error}")
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return library(SOURCE, _SIGNATURES)
+
+
+def _check(q: Tensor, pages: LayerPages, group: int, topk: int) -> None:
+    key, value = pages.key, pages.value
+    if q.dtype is not torch.bfloat16 or key.format is not NVFP4 or value.format is not NVFP4:
+        raise UnsupportedError(
+            f"hopper's sparse attention takes bf16 queries and an nvfp4 cache, not {q.dtype} and "
+            f"{key.format.name}: use --kv-format nvfp4, or --backend reference"
+        )
+    if q.shape[-1] != HEAD_DIM or group > MAX_GROUP or topk > MAX_TOPK:
+        raise UnsupportedError(
+            f"hopper's sparse attention takes {HEAD_DIM} dims a head, up to {MAX_GROUP} query "
+            f"heads a KV head and up to {MAX_TOPK} blocks, not {q.shape[-1]}, {group} and {topk}: "
+            "use --backend reference"
+        )
+    assert key.scales is not None
+    assert value.scales is not None
+    parts = (key.codes, key.scales, value.codes, value.scales)
+    starts = [part.data_ptr() - key.codes.data_ptr() for part in parts]
+    codes, scales = NVFP4.code_bytes(HEAD_DIM), NVFP4.scale_bytes(HEAD_DIM)
+    piece = [0, codes, codes + scales, 2 * codes + scales]
+    assert starts == [BLOCK_TOKENS * n for n in piece], "K and V are not one piece of a row"
