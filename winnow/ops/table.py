@@ -56,7 +56,10 @@ def why_not(backend: str) -> str | None:
         return None
     if not torch.cuda.is_available():
         return "hopper needs an NVIDIA H100 or H200 and a CUDA build of torch; none was found"
-    return f"hopper has no kernels in this version; {torch.cuda.get_device_name()} stays unused"
+    return (
+        "hopper serves no model in this version: of its kernels only decode of select_blocks and "
+        f"sparse_attention exist; {torch.cuda.get_device_name()} stays unused"
+    )
 
 
 def kernels(backend: str) -> Kernels:
