@@ -329,6 +329,21 @@ def test_rows_of_padding_write_to_the_null_page_alone_whatever_their_table_says(
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "fp8", "nvfp4"])
+def test_a_page_beyond_two_gibibytes_is_written_like_any_other(ops: Kernels, fmt: str) -> None:
+    layout = RowLayout.of(SPEC, FORMATS[fmt], FORMATS[fmt])
+    written = []
+    for first_page in (1, (1 << 31) // layout.row_bytes + 3):
+        generator = torch.Generator().manual_seed(8)
+        state = filled((Tokens(5, 3),), fmt, fmt, first_page=first_page)
+        weights = attention_weights(generator)
+        x = torch.randn(3, SPEC.hidden_size, generator=generator)
+        rope = rope_tables(state.batch.positions, SPEC)
+        ops.attention_inputs(x, weights, SPEC, rope, state.batch, state.pages)
+        written.append(state.rows[first_page].clone())
+    assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "fp8", "nvfp4"])
 def test_a_row_copied_to_another_page_is_that_page_for_every_op(ops: Kernels, fmt: str) -> None:
     """What offloading does; the block that the query looks for lies beyond 2,048 tokens."""
     generator = torch.Generator().manual_seed(4)

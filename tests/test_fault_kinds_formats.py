@@ -269,6 +269,13 @@ def test_equal_experts_are_chosen_from_the_lowest_and_nan_is_the_lowest_of_all(
     assert near(out, (2.0 * sum(sizes) / 2 + 48.0) * activations())
 
 
+def test_a_bfloat16_model_routes_in_fp32(ops: Kernels) -> None:
+    """Router weights that bfloat16 cannot tell apart still choose."""
+    weights = experts("bf16", [1.0, 1.0 + 2.0**-12, 1.0, 1.0 + 2.0**-12], [0.0] * 4)
+    out = ops.moe(one_hot(3, "bf16"), weights, probe_spec())
+    assert near(out, (12.0 + 48.0 + 48.0) * activations())
+
+
 @pytest.mark.parametrize(
     ("sparse", "routed"),
     [("1111", "0001"), ("0101", "1010")],

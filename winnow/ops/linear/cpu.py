@@ -53,7 +53,8 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
 
 def _products(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], width: int) -> Tensor:
     x = x.contiguous()
-    assert all(w.is_contiguous() for w in weights)
+    # The kernel sees addresses only: another dtype would be read as fp32, past its end.
+    assert all(w.is_contiguous() and w.dtype is torch.float32 for w in weights)
     starts, sizes = integers([w.data_ptr() for w in weights]), integers(counts)
     out = torch.empty(x.shape[0], width)
     library().winnow_linear(
