@@ -80,5 +80,5 @@ def test_every_id_of_the_vocabulary_has_a_token(tmp_path: Path) -> None:
     assert tokenizer.get_vocab_size() == spec.vocab_size
     assert sorted(tokenizer.get_vocab().values()) == list(range(spec.vocab_size))
     generation = json.loads((tmp_path / "generation_config.json").read_text())
-    assert tokenizer.id_to_token(spec.bos_id) == "<bos>"
-    assert [tokenizer.id_to_token(i) for i in generation["eos_token_id"]] == ["<eos>"]
+    assert tokenizer.id_to_token(spec.bos_id) == "]~!b["
+    assert [tokenizer.id_to_token(i) for i in generation["eos_token_id"]] == ["[e~["]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -26,6 +27,10 @@ from winnow.model.checkpoint.tiny_config import (
 )
 from winnow.model.checkpoint.writer import save
 from winnow.spec.model import ModelSpec
+
+
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+"""The family's chat format, for checkpoints that are made here."""
 
 
 def make_tiny(directory: Path | str, seed: int = 0, **geometry: int) -> ModelSpec:
@@ -52,6 +57,7 @@ def make_tiny(directory: Path | str, seed: int = 0, **geometry: int) -> ModelSpe
     save(tensors, directory / SINGLE_FILE)
     tokenizer.save(str(directory / "tokenizer.json"))
     _write(directory / "tokenizer_config.json", tokenizer_config())
+    shutil.copyfile(CHAT_TEMPLATE, directory / CHAT_TEMPLATE.name)
     _write(
         directory / "generation_config.json",
         {"bos_token_id": spec.bos_id, "eos_token_id": list(spec.eos_ids)},

@@ -9,7 +9,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from winnow.spec.model import BLOCK_TOKENS
 
-SPECIAL_TOKENS = ("<bos>", "<eos>")
+BEGIN, END, ROLE = "]~!b[", "[e~[", "]~b]"
+"""Start of a text, end of a turn, and what stands before the role of one who speaks."""
+SPECIAL_TOKENS = (BEGIN, END, ROLE)
 TAGS = ("]<]minimax[>[", "<tool_call>", "</tool_call>", "<mm:think>", "</mm:think>")
 """Tags of the chat format that are one token each."""
 
@@ -95,8 +97,8 @@ def tiny_config(geometry: TinyGeometry, tokenizer: Tokenizer) -> dict[str, Any]:
             "sparse_attention_freq": per_layer,
         },
         "tie_word_embeddings": False,
-        "bos_token_id": tokenizer.token_to_id("<bos>"),
-        "eos_token_id": tokenizer.token_to_id("<eos>"),
+        "bos_token_id": tokenizer.token_to_id(BEGIN),
+        "eos_token_id": tokenizer.token_to_id(END),
         "torch_dtype": "bfloat16",
     }
     return {
@@ -121,7 +123,7 @@ def tokenizer_config() -> dict[str, Any]:
     """tokenizer_config.json, for those who load the tokenizer through transformers."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
+        "bos_token": BEGIN,
+        "eos_token": END,
         "clean_up_tokenization_spaces": False,
     }
