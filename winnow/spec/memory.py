@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from winnow.errors import CapacityError
+from winnow.errors import CapacityError, UnsupportedError
 from winnow.spec.formats import FP32, NVFP4, Format
 from winnow.spec.model import BLOCK_TOKENS, ModelSpec
 from winnow.spec.page import RowLayout
+from winnow.spec.parallel import ParallelPlan, RankShare
 
 PARTS = (
     "embedding",
@@ -28,9 +29,18 @@ PARTS = (
 """What a model's weights are counted by."""
 
 
-def matrix_bytes(weight_format: Format, rows: int, columns: int) -> int:
-    """Bytes of a [rows, columns] weight; NVFP4 holds one fp32 global scale per row beside it."""
-    global_scales = FP32.nbytes(rows) if weight_format is NVFP4 else 0
+def matrix_bytes(weight_format: Format, rows: int, columns: int, *, row_scales: bool = True) -> int:
+    """Bytes of a [rows, columns] weight; in memory NVFP4 has one fp32 global scale per row.
+
+    `row_scales` False leaves those out, as a checkpoint does: it has two scalars a matrix.
+    UnsupportedError where a row does not fill whole groups.
+    """
+    if weight_format.group and columns % weight_format.group:
+        raise UnsupportedError(
+            f"{columns} columns do not fill {weight_format.name} groups of {weight_format.group}: "
+            "divide the matrix among fewer ranks or keep it in another format"
+        )
+    global_scales = FP32.nbytes(rows) if weight_format is NVFP4 and row_scales else 0
     return weight_format.nbytes(rows * columns) + global_scales
 
 
@@ -40,42 +50,47 @@ def weight_bytes(
     linear_format: Format,
     plain_format: Format,
     index_format: Format | None = None,
+    *,
+    share: RankShare | None = None,
+    row_scales: bool = True,
 ) -> dict[str, int]:
-    """Bytes of each of PARTS for a whole model on one device.
+    """Bytes of each of PARTS on the rank that owns `share`; None is a single rank.
 
     `expert_format` holds the routed experts; `linear_format` attention, dense MLPs and shared
     experts; `plain_format`, the compute dtype, embedding and head; `index_format` the index
     projections, which some checkpoints leave plain (None: `linear_format`). A head tied to the
-    embedding takes no bytes of its own.
+    embedding takes no bytes of its own. `row_scales` as in `matrix_bytes`.
     """
-    hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
+    own = share or ParallelPlan().share(spec)
+    hidden, dim = spec.hidden_size, spec.head_dim
     num_moe, num_sparse = sum(spec.layer_is_moe), sum(spec.layer_is_sparse)
-    qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    index_rows = (spec.num_index_heads + 1) * spec.index_dim
-    vocabulary = plain_format.nbytes(spec.vocab_size * hidden)
-    attention = matrix_bytes(linear_format, qkv_rows, hidden)
-    attention += matrix_bytes(linear_format, hidden, width)
-    index = matrix_bytes(index_format or linear_format, index_rows, hidden)
-    norm_values = spec.num_layers * (2 * hidden + 2 * spec.head_dim) + hidden
+
+    def matrix(weight_format: Format, rows: int, columns: int) -> int:
+        return matrix_bytes(weight_format, rows, columns, row_scales=row_scales)
+
+    def mlp(weight_format: Format, width: int) -> int:
+        """Gate and up [2 * width, hidden], and down [hidden, width]."""
+        return matrix(weight_format, 2 * width, hidden) + matrix(weight_format, hidden, width)
+
+    qkv_rows = (len(own.heads) + 2 * len(own.kv_heads)) * dim
+    attention = matrix(linear_format, qkv_rows, hidden)
+    attention += matrix(linear_format, hidden, len(own.heads) * dim)
+    index_rows = (len(own.index_heads) + 1) * spec.index_dim
+    index = matrix(index_format or linear_format, index_rows, hidden)
+    vocabulary = plain_format.nbytes(len(own.vocabulary) * hidden)
+    norm_values = spec.num_layers * (2 * hidden + 2 * dim) + hidden
     norm_values += num_sparse * 2 * spec.index_dim
     return {
         "embedding": vocabulary,
         "head": 0 if spec.tied_embeddings else vocabulary,
         "attention": spec.num_layers * attention,
         "index": num_sparse * index,
-        "dense_mlp": (spec.num_layers - num_moe) * _mlp(linear_format, spec.dense_width, hidden),
+        "dense_mlp": (spec.num_layers - num_moe) * mlp(linear_format, len(own.dense)),
         "router": num_moe * FP32.nbytes(spec.num_experts * (hidden + 1)),
-        "experts": num_moe * spec.num_experts * _mlp(expert_format, spec.expert_width, hidden),
-        "shared_experts": num_moe * _mlp(linear_format, spec.shared_width, hidden),
+        "experts": num_moe * len(own.experts) * mlp(expert_format, len(own.expert_columns)),
+        "shared_experts": num_moe * mlp(linear_format, len(own.shared)),
         "norms": FP32.nbytes(norm_values),
     }
-
-
-def _mlp(weight_format: Format, width: int, hidden: int) -> int:
-    """Gate and up [2 * width, hidden], and down [hidden, width]."""
-    return matrix_bytes(weight_format, 2 * width, hidden) + matrix_bytes(
-        weight_format, hidden, width
-    )
 
 
 @dataclass(frozen=True)
@@ -147,7 +162,7 @@ def plan_memory(
         raise CapacityError(
             f"the model needs {_gb(needed)} ({_gb(weights)} of weights, {_gb(reserve)} of reserve, "
             f"two pages of {row_bytes} B), {_gb(usable)} are usable ({memory_fraction:.0%} of "
-            f"{_gb(total_bytes)}): use smaller formats, fewer layers or more memory"
+            f"{_gb(total_bytes)}): use smaller formats, fewer layers, more memory or more ranks"
         )
     return MemoryPlan(total_bytes, usable, weights, reserve, row_bytes, num_pages)
 

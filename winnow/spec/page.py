@@ -64,15 +64,18 @@ class RowLayout:
         draft_layers: int = 0,
         draft_format: Format = FP8,
     ) -> RowLayout:
-        """The layout of one of `tp_size` tensor-parallel ranks; KV heads must divide evenly."""
-        if spec.num_kv_heads % tp_size:
+        """The layout of one of `tp_size` tensor-parallel ranks; KV heads must divide evenly.
+
+        More ranks than KV heads hold one each, every head as often as the others.
+        """
+        if spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads:
             raise UnsupportedError(
                 f"{spec.num_kv_heads} KV heads do not divide among {tp_size} tensor-parallel ranks"
             )
         return cls(
             num_layers=spec.num_layers,
             sparse_layers=spec.sparse_layers,
-            num_kv_heads=spec.num_kv_heads // tp_size,
+            num_kv_heads=max(1, spec.num_kv_heads // tp_size),
             head_dim=spec.head_dim,
             index_dim=spec.index_dim,
             kv_format=kv_format,

@@ -10,7 +10,9 @@ from winnow.spec.model import ModelSpec
 _M3_LAYERS = 60
 
 
-def _config(first_dense: int, first_full: int, quantization: dict[str, Any]) -> dict[str, Any]:
+def _config(
+    first_dense: int, first_full: int, quantization: dict[str, Any], num_mtp_modules: int
+) -> dict[str, Any]:
     return {
         "model_type": "minimax_m3_vl",
         "vocab_size": 200064,
@@ -49,6 +51,17 @@ def _config(first_dense: int, first_full: int, quantization: dict[str, Any]) -> 
         "quantization_config": quantization,
         "bos_token_id": 200034,
         "eos_token_id": 200020,
+        "num_mtp_modules": num_mtp_modules,
+        "vision_config": {
+            "hidden_size": 1280,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 32,
+            "num_channels": 3,
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+        },
+        "projector_hidden_size": 6144,
     }
 
 
@@ -62,16 +75,22 @@ _MIXED: dict[str, Any] = {
 
 _PRESETS = {
     # M3 keeps its first three layers dense and fully attended.
-    "minimax-m3": _config(3, 3, _MXFP8),
-    # Every layer of M3.1-Flash is sparse: 125 pieces a row follow only from that.
-    "minimax-m3.1-flash": _config(3, 0, _MIXED),
+    "minimax-m3": _config(3, 3, _MXFP8, 1),
+    # Every layer of M3.1-Flash is sparse: 125 pieces a row follow only from that. Its published
+    # 250.1 GB leave no room for an MTP module.
+    "minimax-m3.1-flash": _config(3, 0, _MIXED, 0),
 }
 
 PRESETS = tuple(_PRESETS)
 
 
-def preset(name: str) -> ModelSpec:
-    """The spec of a known model; UnsupportedError names the known ones."""
+def preset_config(name: str) -> dict[str, Any]:
+    """The config.json of a known model; UnsupportedError names the known ones."""
     if name not in _PRESETS:
         raise UnsupportedError(f"no preset {name!r}; known: {', '.join(PRESETS)}")
-    return ModelSpec.from_hf(_PRESETS[name])
+    return _PRESETS[name]
+
+
+def preset(name: str) -> ModelSpec:
+    """The spec of a known model; UnsupportedError names the known ones."""
+    return ModelSpec.from_hf(preset_config(name))
