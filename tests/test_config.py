@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from winnow.config import MAX_LOGPROBS, MAX_STOPS, EngineConfig, SamplingParams
+from winnow.config import MAX_LOGPROBS, MAX_STOPS, Constraint, EngineConfig, SamplingParams
 from winnow.errors import RequestError, UnsupportedError
 
 NAN, INF = float("nan"), float("inf")
@@ -36,6 +36,8 @@ WRONG_SAMPLING = [
     ("logprobs", MAX_LOGPROBS + 1, f"0 to {MAX_LOGPROBS} or None"),
     ("min_tokens", -1, "of at least 0"),
     ("ignore_eos", 1, "True or False"),
+    ("skip_special_tokens", None, "True or False"),
+    ("constraint", "json_object", "a Constraint or None"),
     ("stop_ids", (3, -1), "-1; it takes a whole number 0 to"),
     ("stop_ids", "12", "a list of token ids"),
     ("stop_ids", 12, "a list of token ids"),
@@ -180,3 +182,28 @@ def test_an_unknown_engine_option_is_refused():
 def test_config_loads_no_torch():
     code = "import sys, winnow.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("json", "{}", "use one of json_object, json_schema, regex, structural_tag"),
+        ("json_schema", "", "the others need one"),
+        ("json_object", "{}", "json_object has none"),
+        ("regex", b"a", "give a string"),
+    ],
+)
+def test_a_constraint_that_is_none_is_refused(kind, text, says):
+    with pytest.raises(RequestError, match=says):
+        Constraint(kind, text)
+
+
+@pytest.mark.parametrize("options", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_a_constraint_alone_decides_where_the_answer_ends(options):
+    with pytest.raises(RequestError, match="give only one"):
+        SamplingParams(constraint=Constraint("json_object"), **options)
+
+
+def test_sampling_with_a_constraint_travels_between_processes():
+    params = SamplingParams(constraint=Constraint("regex", "a+"), logit_bias={3: 1.0})
+    assert pickle.loads(pickle.dumps(params)) == params

@@ -18,6 +18,7 @@ from winnow.errors import RequestError, UnsupportedError, WinnowError
 from winnow.spec.formats import CACHE_FORMATS
 
 DTYPES = ("float32", "bfloat16")
+CONSTRAINT_KINDS = ("json_object", "json_schema", "regex", "structural_tag")
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 _MAX_ID = 2**31 - 1
@@ -75,6 +76,32 @@ _ID = _Range(0, _MAX_ID, "ids come from the model's tokenizer")
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What the text of an answer must match; RequestError for a kind that is none.
+
+    Whether the text means anything is found when it is compiled: `winnow.engine.grammar`.
+    """
+
+    kind: str
+    """One of `CONSTRAINT_KINDS`."""
+    text: str = ""
+    """A schema in JSON, a pattern, or a structural tag in JSON; empty for json_object alone."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in CONSTRAINT_KINDS:
+            raise RequestError(
+                f"constraint {self.kind!r} is none: use one of {', '.join(CONSTRAINT_KINDS)}"
+            )
+        if not isinstance(self.text, str):
+            raise RequestError(f"the text of a {self.kind} is {self.text!r}: give a string")
+        if bool(self.text) == (self.kind == "json_object"):
+            raise RequestError(
+                f"a {self.kind} with a text of {len(self.text)} characters: "
+                "json_object has none, the others need one"
+            )
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How one request is continued. RequestError names a wrong value and what it may be.
 
@@ -100,10 +127,15 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """Whether special tokens of the answer are left out of its text."""
+    constraint: Constraint | None = None
+    """What the answer must match; it ends where nothing may follow."""
 
     def __post_init__(self) -> None:
         _check_ranges(self, _SAMPLING_RANGES, RequestError)
         _check_flag(self, "ignore_eos", RequestError)
+        _check_flag(self, "skip_special_tokens", RequestError)
         _set(self, "stop", _stops(self.stop))
         _set(self, "stop_ids", _ids(self.stop_ids))
         _set(self, "logit_bias", _bias(self.logit_bias))
@@ -111,6 +143,20 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
                 f"raise max_tokens to {self.min_tokens} or lower min_tokens"
+            )
+        self._check_constraint()
+
+    def _check_constraint(self) -> None:
+        """A grammar says where the answer ends, so nothing else may say that it goes on."""
+        if self.constraint is None:
+            return
+        if not isinstance(self.constraint, Constraint):
+            raise RequestError(f"constraint is {self.constraint!r}: give a Constraint or None")
+        if self.min_tokens or self.ignore_eos:
+            given = f"min_tokens is {self.min_tokens}" if self.min_tokens else "ignore_eos is True"
+            raise RequestError(
+                f"{given} beside a {self.constraint.kind} constraint, which decides where the "
+                "answer ends: give only one"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:

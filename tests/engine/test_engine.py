@@ -18,7 +18,7 @@ from winnow.engine.engine import Engine
 from winnow.engine.output import Output
 from winnow.errors import CapacityError, RequestError
 from winnow.model.weights import nbytes
-from winnow.spec.capacity import capacity
+from winnow.spec.capacity import Question, plan
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 96}
 VOCAB = 256
@@ -78,7 +78,7 @@ def test_a_request_gets_the_same_tokens_after_preemptions(tiny: Path) -> None:
     roomy = run(driving.engine(tiny, max_step_tokens=4096, **OPTIONS), requests)
     tight = driving.engine(tiny, max_step_tokens=4096, dtype="float32", num_pages=16)
     assert run(tight, requests)["tokens"] == roomy["tokens"]
-    assert tight.stats().scheduler.preemptions > 0
+    assert tight.stats().preemptions > 0
 
 
 def test_a_request_gets_the_same_tokens_on_a_prefix_hit(
@@ -122,9 +122,9 @@ def test_every_pair_of_cache_formats_is_deterministic_and_counts_what_it_clips(
     for request_id, request in requests.items():
         single = driving.engine(tiny, max_step_tokens=4096, **options)
         assert run(single, {request_id: request})["tokens"][request_id] == together[request_id]
-    clipping = engine.stats().clipping
-    assert clipping.written > 0
-    assert 0 <= clipping.clipped < clipping.written / 100
+    stats = engine.stats()
+    assert stats.values_written > 0
+    assert 0 <= stats.values_clipped < stats.values_written / 100
 
 
 def test_an_abort_at_any_moment_returns_every_page_and_leaves_the_others_alone(
@@ -146,7 +146,7 @@ def test_an_abort_at_any_moment_returns_every_page_and_leaves_the_others_alone(
         assert tokens["r4"] == alone["r4"]
         assert tokens["r2"] == alone["r2"]
         assert tokens["r5"] == alone["r5"][: len(tokens["r5"])]
-        assert engine.stats().scheduler.pages_used == 0
+        assert engine.stats().pages_used == 0
         assert not engine.abort("r5")
 
 
@@ -306,16 +306,16 @@ def test_a_random_mix_of_arrivals_and_aborts_never_disturbs_a_request(
 
 def test_the_plan_and_the_engine_agree_to_the_byte(tiny: Path) -> None:
     for kv, index in (("model", "model"), ("nvfp4", "fp8"), ("fp8", "nvfp4")):
-        plan = capacity(
-            str(tiny), kv_format=kv, index_format=index, memory_bytes=10**9, memory_fraction=1.0
-        )
-        cache = 10**9 - plan.weight_bytes
+        answer = plan(Question(str(tiny), gpu="own=1", kv=kv, index=index, memory_fraction=1.0))
+        assert answer.fit is not None
+        cache = 10**9 - answer.weight_bytes
         config = EngineConfig(kv_format=kv, index_format=index, cache_bytes=cache)
         engine = build_engine(str(tiny), config, progress=False)
-        assert sum(nbytes(engine.runner.model.weights).values()) == plan.weight_bytes
-        assert engine.runner.storage.num_pages == plan.num_pages
-        assert engine.runner.storage.rows.nbytes == plan.num_pages * plan.row_bytes
-        assert (engine.runner.storage.num_pages - 1) * 128 == plan.num_tokens
+        assert nbytes(engine.runner.model.weights) == answer.weights
+        storage = engine.runner.storage
+        assert storage.num_pages == answer.fit.num_pages
+        assert storage.rows.nbytes == answer.fit.num_pages * answer.row_bytes
+        assert (storage.num_pages - 1) * 128 == answer.fit.num_tokens
 
 
 def test_logits_of_a_bfloat16_model_are_near_those_in_float32(tiny: Path) -> None:

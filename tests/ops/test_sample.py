@@ -39,6 +39,10 @@ def oracle(logits, request):
         values[i] += np.float32(bias)
     for i in request.banned:
         values[i] = np.float32(-INF)
+    if request.allowed is not None:
+        for i in range(len(values)):
+            if not request.allowed[i // 32].item() >> i % 32 & 1:
+                values[i] = np.float32(-INF)
     for i in {*request.prompt_ids, *request.output_ids}:
         penalty = np.float32(request.repetition_penalty)
         values[i] = values[i] / penalty if values[i] > 0 else values[i] * penalty
@@ -92,6 +96,11 @@ def problems(draw, *, hostile=True):
         "frequency_penalty": st.sampled_from([0.0, -0.5, 1.25]),
         "logit_bias": st.dictionaries(ids, st.floats(-9, 9, width=32), max_size=4),
         "banned": st.lists(ids, max_size=4),
+        "allowed": st.lists(
+            st.integers(-(2**31), 2**31 - 1),
+            min_size=-(-len(logits) // 32),
+            max_size=-(-len(logits) // 32),
+        ).map(lambda words: torch.tensor(words, dtype=torch.int32)),
         "logprobs": st.none() | st.integers(0, 45),
     }
     options = {name: draw(strategy) for name, strategy in off.items() if draw(st.booleans())}
@@ -209,6 +218,31 @@ def test_a_row_whose_every_possible_token_is_banned_is_bad(sample):
     logits = torch.tensor([[1.0, -INF, 2.0]] * 2)
     sampled = sample(logits, [row(banned=(0, 2)), row(temperature=0.0, banned=(2,))])
     assert sampled.ids.tolist() == [-1, 0]
+
+
+@VERSIONS
+def test_a_token_that_is_not_allowed_is_never_chosen_however_likely(sample):
+    mask = torch.tensor([0b01010, -1], dtype=torch.int32)
+    logits = [9.0, 0.0, 99.0, 0.5, 9.0, *[9.0] * 27, -5.0]
+    assert set(chosen(sample, logits, row(allowed=mask, top_k=1), draws=20)) == {3}
+    assert set(chosen(sample, logits, row(allowed=mask), draws=300)) == {1, 3, 32}
+    assert set(chosen(sample, logits, row(allowed=mask, temperature=0.0))) == {3}
+    assert set(chosen(sample, logits, row(allowed=mask, logit_bias={0: 99.0}), draws=20)) <= {1, 3}
+
+
+@VERSIONS
+def test_a_row_whose_every_possible_token_is_outside_the_mask_is_bad(sample):
+    mask = torch.tensor([0b10], dtype=torch.int32)
+    sampled = sample(torch.tensor([[1.0, -INF], [1.0, 0.0]]), [row(allowed=mask, logprobs=0)] * 2)
+    assert sampled.ids.tolist() == [-1, 1]
+    assert sampled.bad.tolist() == [True, False]
+
+
+@VERSIONS
+def test_a_mask_of_another_vocabulary_is_refused(sample):
+    for words in (1, 3):
+        with pytest.raises(ValueError, match="33 ids"):
+            sample(torch.zeros(1, 33), [row(allowed=torch.zeros(words, dtype=torch.int32))])
 
 
 @VERSIONS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
@@ -19,8 +19,9 @@ from winnow.model.checkpoint.random import free_memory_bytes
 from winnow.model.transformer import Transformer
 from winnow.model.weights import ModelWeights
 from winnow.ops.paged import CacheScales
-from winnow.ops.table import Kernels, kernels
+from winnow.ops.table import BACKENDS, Kernels, kernels, why_not
 from winnow.spec.capacity import WEIGHT_FORMATS
+from winnow.spec.embedded import checkpoint_path
 from winnow.spec.formats import BF16, FP8, FP32, NVFP4, Format, cache_format
 from winnow.spec.memory import plan_memory
 from winnow.spec.model import BLOCK_TOKENS, ModelSpec
@@ -33,8 +34,8 @@ _DTYPES: dict[str, tuple[torch.dtype, Format]] = {
     "float32": (torch.float32, FP32),
     "bfloat16": (torch.bfloat16, BF16),
 }
-_CACHE_SHARE = 0.25
-"""Of the free memory, on a CPU: a laptop's other programs want the rest."""
+_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
+"""Of the free memory: a laptop's other programs want the rest, a GPU's activations."""
 
 
 def build_engine(
@@ -44,11 +45,13 @@ def build_engine(
     random: bool = False,
     num_layers: int | None = None,
     progress: bool = True,
+    report: Callable[[int, int], None] | None = None,
 ) -> Engine:
     """An engine for a checkpoint directory, or for a preset with random weights.
 
-    `num_layers` cuts a preset to its last layers. Raises CheckpointError, UnsupportedError or
-    CapacityError; nothing is left half built.
+    `num_layers` cuts a preset to its last layers. `progress` shows a bar on a terminal; `report`
+    gets the bytes of weights that were read, and their total, again and again. Raises
+    CheckpointError, UnsupportedError or CapacityError; nothing is left half built.
     """
     config = config or EngineConfig()
     table = kernels(_backend(config))
@@ -60,10 +63,11 @@ def build_engine(
     for note in spec.notes:
         log.warning("%s", note)
     dtype, model_format = _DTYPES[config.dtype or spec.dtype]
+    device = _prepare(config)
     if random:
-        weights = _random_weights(spec, dtype, model_format)
+        weights = _random_weights(spec, dtype, model_format, device)
     else:
-        weights = load_checkpoint(Path(model), spec, dtype, progress=progress)
+        weights = load_checkpoint(checkpoint_path(model), spec, dtype, progress, device, report)
     return assemble(spec, weights, tokenizer, config, table, model_format)
 
 
@@ -89,7 +93,8 @@ def assemble(
         )
     num_pages = _num_pages(config, layout, max_model_len)
     _say_index_scale(layout.index_format)
-    storage = PageStorage(layout, num_pages, _kv_scales(layout.kv_format, weights.cache_scales))
+    scales = _kv_scales(layout.kv_format, weights.cache_scales)
+    storage = PageStorage(layout, num_pages, scales, config.device)
     scheduler = Scheduler(
         num_pages=num_pages,
         max_step_tokens=config.max_step_tokens,
@@ -105,17 +110,39 @@ def assemble(
 
 
 def _backend(config: EngineConfig) -> str:
-    """The backend asked for, or the device's own."""
-    own = "cpu" if config.device == "cpu" else "hopper"
-    if config.backend is not None and (config.backend == "hopper") != (own == "hopper"):
+    """The backend asked for, or the device's own: on a GPU, hopper where that can serve."""
+    own = ("cpu", "reference") if config.device == "cpu" else ("hopper", "cuda")
+    if config.backend is None:
+        if config.device == "cpu":
+            return "cpu"
+        reason = why_not("hopper")
+        if reason is not None:
+            log.info("backend cuda, since %s", reason)
+        return "hopper" if reason is None else "cuda"
+    if config.backend in BACKENDS and config.backend not in own:
         raise UnsupportedError(
             f"backend {config.backend} does not run on device {config.device}: leave one out"
         )
-    return config.backend or own
+    return config.backend
+
+
+def _prepare(config: EngineConfig) -> torch.device:
+    """The device, made the one that kernels are launched on."""
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise UnsupportedError(
+                f"device {config.device} was asked for, there are {count}: use cuda:{count - 1}"
+            )
+        torch.cuda.set_device(device)
+        # The contract of `linear` wants sums in fp32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return device
 
 
 def _open(model: str, num_layers: int | None) -> tuple[ModelSpec, Tokenizer | None]:
-    path = Path(model)
+    path = checkpoint_path(model)
     if not path.is_dir():
         known = f"or a preset with --random-weights ({', '.join(PRESETS)})"
         raise UnsupportedError(f"{model!r} is no directory: give a checkpoint's directory, {known}")
@@ -129,7 +156,8 @@ def _num_pages(config: EngineConfig, layout: RowLayout, max_model_len: int) -> i
 
     Never more than `max_running` requests of the greatest length could hold.
     """
-    available = free_memory_bytes(torch.device(config.device))
+    device = torch.device(config.device)
+    available = free_memory_bytes(device)
     if config.num_pages is not None:
         if config.num_pages * layout.row_bytes > available:
             raise CapacityError(
@@ -142,17 +170,20 @@ def _num_pages(config: EngineConfig, layout: RowLayout, max_model_len: int) -> i
             f"a cache of {config.cache_bytes} bytes was asked for, {available} bytes are free: "
             "lower cache_bytes"
         )
-    share = 1.0 if config.cache_bytes else _CACHE_SHARE
+    share = 1.0 if config.cache_bytes else _CACHE_SHARE[device.type]
     # The weights are in memory already: what is free is free for pages.
     memory = plan_memory(config.cache_bytes or available, 0, layout.row_bytes, share)
     most = config.max_running * -(-max_model_len // BLOCK_TOKENS) + 1
     return min(memory.num_pages, most)
 
 
-def _random_weights(spec: ModelSpec, dtype: torch.dtype, plain: Format) -> ModelWeights:
+def _random_weights(
+    spec: ModelSpec, dtype: torch.dtype, plain: Format, device: torch.device
+) -> ModelWeights:
     """Random weights in the formats of the preset's checkpoint."""
     experts, linear = WEIGHT_FORMATS[spec.quantization]
-    return random_weights(spec, dtype, (experts or plain).name, (linear or plain).name)
+    held = ((experts or plain).name, (linear or plain).name)
+    return random_weights(spec, dtype, *held, device=device)
 
 
 def _kv_scales(

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
 
 from winnow.config import SamplingParams
+from winnow.core.plan import StepPlan
 from winnow.core.request import Request
-from winnow.core.scheduler import Scheduler, Stats
+from winnow.core.scheduler import Scheduler
 from winnow.engine.live import LiveRequest
+from winnow.engine.output import EngineStats as EngineStats
 from winnow.engine.output import Output, Usage
 from winnow.engine.runner import Runner
 from winnow.engine.text import Tokenizer
@@ -22,13 +25,8 @@ from winnow.ops.paged import Clipping
 from winnow.ops.sample import Logprobs
 from winnow.spec.model import ModelSpec
 
-
-@dataclass(frozen=True)
-class EngineStats:
-    """The scheduler's counts, and what did not fit the cache formats."""
-
-    scheduler: Stats
-    clipping: Clipping
+if TYPE_CHECKING:
+    from winnow.engine.grammar import GrammarCompiler
 
 
 class Engine:
@@ -47,7 +45,12 @@ class Engine:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.started: tuple[str, ...] = ()
+        """Requests that had their first rows in the last step."""
         self._live: dict[str, LiveRequest] = {}
+        self._grammars: GrammarCompiler | None = None
+        self._clipping: Clipping | None = None
+        self._clipping_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -59,12 +62,14 @@ class Engine:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         cache_salt: str = "",
+        grammar: bytes | None = None,
     ) -> None:
         """Queue a request; nothing is computed yet.
 
         `prompt` is text or token ids. Requests with different `cache_salt` share no cached
-        prefix. Raises RequestError for a request that is wrong and CapacityError for one that can
-        never fit; both leave the engine as it was.
+        prefix. `grammar` is `params.constraint` compiled elsewhere and dumped; without it the
+        constraint is compiled here, however long that takes. Raises RequestError for a request
+        that is wrong and CapacityError for one that can never fit; both leave the engine as it was.
         """
         params = params or SamplingParams()
         prompt_ids = self._prompt_ids(prompt)
@@ -81,8 +86,28 @@ class Engine:
             cache_salt=cache_salt,
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
+        matcher = None
+        if params.constraint is not None:
+            matcher = self.grammars().matcher(params.constraint, grammar)
         self.scheduler.add(request)
-        self._live[request_id] = LiveRequest(request, params, seed, self.tokenizer)
+        self._live[request_id] = LiveRequest(request, params, seed, self.tokenizer, matcher)
+
+    def grammars(self) -> GrammarCompiler:
+        """The grammars of this model's vocabulary; takes seconds the first time.
+
+        RequestError without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise RequestError(
+                "a constraint needs a tokenizer.json in the checkpoint: leave it out"
+            )
+        if self._grammars is None:
+            # Loads a library that takes longer than all else, and that few offline runs need.
+            from winnow.engine.grammar import GrammarCompiler
+
+            spec = self.spec
+            self._grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, spec.eos_ids)
+        return self._grammars
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; False if it has ended already."""
@@ -92,6 +117,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one step: what each request that moved on has to say, in the plan's order."""
         plan = self.scheduler.plan()
+        self.started = self._start(plan)
         if not plan.rows:
             return []
         requests = {r.request_id: self._live[r.request_id].request for r in plan.rows}
@@ -101,11 +127,10 @@ class Engine:
         sampled = self.runner.sample(logits, rows)
         tokens: dict[str, int] = {}
         outputs: list[Output] = []
-        for place, (request_id, token) in enumerate(
-            zip(inputs.sampled, sampled.ids.tolist(), strict=True)
-        ):
-            if sampled.bad[place]:
-                outputs.append(self._fail(request_id, _not_finite(requests[request_id])))
+        ids, bad = sampled.ids.tolist(), sampled.bad.tolist()
+        for request_id, token, failed in zip(inputs.sampled, ids, bad, strict=True):
+            if failed:
+                outputs.append(self._fail(request_id, self._live[request_id].not_sampled()))
             else:
                 tokens[request_id] = token
         self.scheduler.complete(plan, tokens)
@@ -113,14 +138,39 @@ class Engine:
         outputs += [self._advance(r, token, logprobs[r]) for r, token in tokens.items()]
         return outputs
 
-    def stats(self) -> EngineStats:
-        """Counts at this moment."""
-        return EngineStats(self.scheduler.stats(), self.runner.storage.clipping())
+    def stats(self, max_age_s: float = 0.0) -> EngineStats:
+        """Counts at this moment. Those of values, for which a device is waited for, may be those of
+        an earlier call, of `max_age_s` seconds ago at most."""
+        if self._clipping is None or monotonic() - self._clipping_s >= max_age_s:
+            self._clipping, self._clipping_s = self.runner.storage.clipping(), monotonic()
+        counts, clipping = self.scheduler.stats(), self._clipping
+        return EngineStats(
+            num_running=counts.num_running,
+            num_waiting=counts.num_waiting,
+            pages_used=counts.pages_used,
+            pages_cached=counts.pages_cached,
+            pages_total=self.scheduler.cache.pool.num_usable,
+            preemptions=counts.preemptions,
+            prefix_query_tokens=counts.prefix_query_tokens,
+            prefix_hit_tokens=counts.prefix_hit_tokens,
+            values_written=clipping.written,
+            values_clipped=clipping.clipped,
+        )
+
+    def _start(self, plan: StepPlan) -> tuple[str, ...]:
+        """The requests of a plan that no plan before it had."""
+        new = tuple(r.request_id for r in plan.rows if not self._live[r.request_id].has_started)
+        for request_id in new:
+            self._live[request_id].has_started = True
+        return new
 
     def _advance(self, request_id: str, token: int, logprobs: Logprobs | None) -> Output:
         """Text and end of a request that got a token."""
         live = self._live[request_id]
-        text, stopped = live.push(token)
+        try:
+            text, stopped = live.push(token)
+        except RequestError as error:
+            return self._fail(request_id, error)
         if stopped and not live.request.is_finished:
             self.scheduler.finish(request_id, "stop")
         reason = "stop" if stopped else live.request.finish_reason
@@ -137,8 +187,9 @@ class Engine:
 
     def _fail(self, request_id: str, error: WinnowError) -> Output:
         """End one request with an error; what it computed is not found again in the cache."""
-        self.scheduler.finish(request_id, "error")
         live = self._live.pop(request_id)
+        if not live.request.is_finished:
+            self.scheduler.finish(request_id, "error")
         return Output(
             request_id=request_id,
             text=None if live.detokenizer is None else "",
@@ -186,11 +237,3 @@ def _advice(prompt_tokens: int, limit: int) -> str:
 
 def _usage(request: Request) -> Usage:
     return Usage(len(request.prompt), len(request.output), request.num_cached)
-
-
-def _not_finite(request: Request) -> RequestError:
-    return RequestError(
-        f"request {request.request_id!r}: the model gave NaN or infinite logits after "
-        f"{request.num_tokens} tokens; it is ended, the others go on. Check the checkpoint with "
-        "--kv-format model, then its weights"
-    )

@@ -22,6 +22,15 @@ class StepInputs:
     logit_rows: Tensor
     sampled: tuple[str, ...]
 
+    def to(self, device: torch.device) -> StepInputs:
+        """The same step with its tensors on another device."""
+        return StepInputs(
+            self.token_ids.to(device, non_blocking=True),
+            self.batch.to(device),
+            self.logit_rows.to(device, non_blocking=True),
+            self.sampled,
+        )
+
 
 def step_inputs(plan: StepPlan, requests: Mapping[str, Request]) -> StepInputs:
     """The rows of a plan, in its order."""

@@ -1,4 +1,4 @@
-"""What the engine says of a request after a step. Plain data."""
+"""What the engine says after a step. Plain data, light to import: it travels between processes."""
 
 from __future__ import annotations
 
@@ -33,3 +33,23 @@ class Output:
     finish_reason: str | None = None
     usage: Usage | None = None
     error: WinnowError | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts at one moment, then totals since the start, as `winnow.core.scheduler.Stats` has them.
+
+    `pages_total` are those that requests can hold. `values_clipped` of the `values_written` to the
+    cache did not fit its formats and were saturated.
+    """
+
+    num_running: int
+    num_waiting: int
+    pages_used: int
+    pages_cached: int
+    pages_total: int
+    preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    values_written: int
+    values_clipped: int

@@ -23,8 +23,8 @@ class Runner:
         self.storage = storage
 
     def inputs(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepInputs:
-        """Tensors of a plan's rows."""
-        return step_inputs(plan, requests)
+        """Tensors of a plan's rows, where the pages are."""
+        return step_inputs(plan, requests).to(self.storage.rows.device)
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> Tensor:

@@ -13,10 +13,14 @@ class PageStorage:
     layer. Row 0 is the null page, where padding writes. Memory is not touched until written."""
 
     def __init__(
-        self, layout: RowLayout, num_pages: int, scales: tuple[CacheScales, ...] | None = None
+        self,
+        layout: RowLayout,
+        num_pages: int,
+        scales: tuple[CacheScales, ...] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.layout = layout
-        self.rows = torch.empty(num_pages, layout.row_bytes, dtype=torch.uint8)
+        self.rows = torch.empty(num_pages, layout.row_bytes, dtype=torch.uint8, device=device)
         self.layers = tuple(
             layer_pages(self.rows, layout, layer, scales[layer] if scales else None)
             for layer in range(layout.num_layers)
@@ -27,9 +31,10 @@ class PageStorage:
         return self.rows.shape[0]
 
     def clipping(self) -> Clipping:
-        """What `winnow.ops.paged.write` counted, over all layers."""
+        """What was counted at every write, over all layers; on a GPU this waits for it."""
         kinds = [p for layer in self.layers for p in (layer.key, layer.value, layer.index) if p]
+        counts = [kind.clipping.settled() for kind in kinds]
         return Clipping(
-            written=sum(kind.clipping.written for kind in kinds),
-            clipped=sum(kind.clipping.clipped for kind in kinds),
+            written=sum(count.written for count in counts),
+            clipped=sum(count.clipped for count in counts),
         )

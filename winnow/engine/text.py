@@ -83,6 +83,23 @@ class Tokenizer:
         """The vocabulary's own spelling of a token; None for an id without one."""
         return self._backend.id_to_token(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 that a token stands for in the middle of a text; none for an id without one.
+
+        It may be part of a character.
+        """
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if self.byte_level:
+            return _spelt_bytes(token)
+        if self.byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        # What such a decoder writes for one token alone depends on whether it begins the text.
+        before = self.decode([token_id], skip_special=False)
+        both = self.decode([token_id, token_id], skip_special=False)
+        return both.removeprefix(before).encode()
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its spelling; None if there is none."""
         return self._backend.token_to_id(token)

@@ -7,6 +7,7 @@ that loading needs the model's own size and one stored tensor more.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,11 +39,13 @@ def load_checkpoint(
     dtype: torch.dtype,
     progress: bool = True,
     device: torch.device | str = "cpu",
+    report: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """The weights in `directory`, each matrix in the format in which it is stored.
 
     Unquantised weights come in `dtype` (float32 or bfloat16), norms and router in fp32. A
-    progress bar shows bytes read, on a terminal only. Raises CheckpointError, before anything is
+    progress bar shows bytes read, on a terminal only; `report` gets them too, and their total,
+    after every tensor. Raises CheckpointError, before anything is
     read where headers show the fault, and names the file and the tensor.
     """
     files = CheckpointFiles(Path(directory))
@@ -52,19 +55,33 @@ def load_checkpoint(
     # None lets tqdm look whether stderr is a terminal.
     hidden = None if progress else True
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden) as bar:
-        return _Loader(files, dtype, torch.device(device), bar).model(stored, spec)
+
+        done = 0
+
+        def read(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            bar.update(num_bytes)
+            if report is not None:
+                report(done, total)
+
+        return _Loader(files, dtype, torch.device(device), read).model(stored, spec)
 
 
 class _Loader:
     """Copies stored tensors into allocated ones."""
 
     def __init__(
-        self, files: CheckpointFiles, dtype: torch.dtype, device: torch.device, bar: tqdm[None]
+        self,
+        files: CheckpointFiles,
+        dtype: torch.dtype,
+        device: torch.device,
+        read: Callable[[int], None],
     ) -> None:
         self.files = files
         self.dtype = dtype
         self.device = device
-        self.bar = bar
+        self.read = read
 
     def model(self, stored: StoredModel, spec: ModelSpec) -> ModelWeights:
         cache_scales = tuple(
@@ -158,7 +175,7 @@ class _Loader:
 
     def _read(self, name: str, index: int | None = None) -> Tensor:
         tensor = self.files.read(name, index)
-        self.bar.update(tensor.nbytes)
+        self.read(tensor.nbytes)
         return tensor
 
     def _refuse(self, name: str, wrong: Tensor, what: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    # Who passes on what was sampled, and computes nothing, need not load torch.
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,9 @@ class SampleRow:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     banned: Sequence[int] = ()
     """Ids that may not be chosen now: the ids that would end a request short of `min_tokens`."""
+    allowed: Tensor | None = None
+    """int32 [ceil(V / 32)] on the CPU: id i may be chosen if bit i % 32 of element i // 32 is set.
+    Bits from V on mean nothing. None allows every id."""
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     logprobs: int | None = None
@@ -44,6 +49,7 @@ class SampleRow:
         return bool(
             self.logit_bias
             or len(self.banned)
+            or self.allowed is not None
             or self.repetition_penalty != 1.0
             or self.presence_penalty
             or self.frequency_penalty
@@ -75,21 +81,22 @@ class Sample(Protocol):
     def __call__(self, logits: Tensor, requests: Sequence[SampleRow]) -> Sampled:
         """One token a row, in this order of stages.
 
-        1. logit_bias is added. 2. banned ids become -inf. 3. repetition_penalty, for each id of
-        prompt or output: positive logits are divided by it, others multiplied (arXiv 1909.05858).
-        4. An id that the output holds c > 0 times loses frequency_penalty * c + presence_penalty.
-        Here temperature 0 takes the largest logit, and the rest does not apply. 5. In fp64,
-        w = exp((logit - largest logit) / temperature). 6. top_k keeps the k most likely tokens.
-        7. top_p keeps the fewest most likely of those whose w reach that share of their sum.
-        8. min_p keeps those with w >= min_p; the largest w is 1. 9. The first id, in order of id,
-        at which the running sum of the kept w exceeds `uniform(seed, index)` times their sum.
+        1. logit_bias is added. 2. banned ids become -inf. 3. So do ids that are not `allowed`.
+        4. repetition_penalty, for each id of prompt or output: positive logits are divided by it,
+        others multiplied (arXiv 1909.05858). 5. An id that the output holds c > 0 times loses
+        frequency_penalty * c + presence_penalty. Here temperature 0 takes the largest logit, and
+        the rest does not apply. 6. In fp64, w = exp((logit - largest logit) / temperature).
+        7. top_k keeps the k most likely tokens. 8. top_p keeps the fewest most likely of those
+        whose w reach that share of their sum. 9. min_p keeps those with w >= min_p; the largest w
+        is 1. 10. The first id, in order of id, at which the running sum of the kept w exceeds
+        `uniform(seed, index)` times their sum. Logprobs are of the logits before stage 1.
 
         Among equals the lower id counts as more likely, everywhere. A row depends on its own
         logits and SampleRow alone: the same alone, in any batch, and after a resumption.
 
         `logits` fp32 [rows, V], left as they are; -inf marks an impossible token. A row with NaN
         or +inf, or with no possible token left, is bad and leaves the others alone. ValueError
-        when `requests` are not as many as the rows.
+        when `requests` are not as many as the rows, or `allowed` has not one bit for each id.
         """
         ...
 

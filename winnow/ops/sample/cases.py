@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,14 @@ def _hostile(rows: int, vocab: int) -> Tensor:
     logits[4::8] = -_INF
     logits[6::8, 0], logits[6::8, 1] = _NAN, _INF
     return logits
+
+
+def _mask(vocab: int, ids: Iterable[int]) -> Tensor:
+    """`SampleRow.allowed` with the bits of `ids`."""
+    words = [0] * -(-vocab // 32)
+    for i in ids:
+        words[i // 32] |= 1 << i % 32
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
 def _strided(rows: int, vocab: int) -> Tensor:
@@ -126,6 +134,16 @@ CASES = (
     _case("bias", _normal, (8, 12), _all(logit_bias={0: 3.5, 11: -100.0}, logprobs=1)),
     _case("banned", _normal, (8, 12), _all(temperature=0.0, banned=(0, 3, 3, 11))),
     _case("all banned", _normal, (3, 4), _all(banned=(0, 1, 2, 3), logprobs=1)),
+    _case("allowed", _normal, (8, 300), _all(allowed=_mask(300, range(0, 300, 7)), logprobs=2)),
+    _case("allowed, most of M3's vocabulary", _normal, (2, _M3_VOCABULARY),
+          _all(allowed=_mask(_M3_VOCABULARY, range(31, _M3_VOCABULARY)), top_p=0.9)),
+    _case("one allowed, the last", _normal, (4, 65), _all(allowed=_mask(65, [64]), top_k=5)),
+    _case("allowed and banned", _normal, (8, 40),
+          _all(temperature=0.0, allowed=_mask(40, range(9)), banned=(0, 3, 39))),
+    _case("allowed ids weakened", _normal, (8, 12),
+          _all(allowed=_mask(12, (3, 5, 11)), repetition_penalty=1.8, frequency_penalty=0.4)),
+    _case("none allowed but past the end", _normal, (3, 40),
+          _all(allowed=_mask(64, range(40, 64)), logprobs=1)),
     _case("bias past the largest float", lambda r, v: torch.full((r, v), 3.4e38), (2, 9),
           _all(temperature=0.0, repetition_penalty=0.01)),
     _case("bad rows among good", _hostile, (16, 200), _mixed),

@@ -74,7 +74,7 @@ def _largest(row: Tensor, count: int) -> Tensor:
 
 
 def _nucleus(row: Tensor, weight: Tensor, kept: Tensor | None, share: float) -> Tensor:
-    """Stage 7: the first of `kept`, or of all ids, that reach `share` of their weight."""
+    """Stage 8: the first of `kept`, or of all ids, that reach `share` of their weight."""
     if kept is not None:
         order, total = kept, weight[kept.sort().values].cumsum(0)[-1]
         mass = weight[order].cumsum(0)

@@ -31,7 +31,7 @@ def has_choice(logits: Tensor) -> bool:
 
 
 def edited(logits: Tensor, request: SampleRow) -> Tensor:
-    """Stages 1 to 4 on a copy of one row; `logits` fp32 [V]."""
+    """Stages 1 to 5 on a copy of one row; `logits` fp32 [V]."""
     row = logits.clone()
 
     def ids(tokens: Iterable[int]) -> Tensor:
@@ -41,6 +41,8 @@ def edited(logits: Tensor, request: SampleRow) -> Tensor:
         row[ids(request.logit_bias)] += row.new_tensor(list(request.logit_bias.values()))
     if len(request.banned):
         row[ids(request.banned)] = -math.inf
+    if request.allowed is not None:
+        row = torch.where(allowed_ids(request.allowed, len(row)).to(row.device), row, -math.inf)
     if request.repetition_penalty != 1.0:
         # An id that occurs twice is read before any is written, so it is penalised once.
         seen = ids(chain(request.prompt_ids, request.output_ids))
@@ -53,14 +55,22 @@ def edited(logits: Tensor, request: SampleRow) -> Tensor:
     return row
 
 
+def allowed_ids(mask: Tensor, vocab_size: int) -> Tensor:
+    """Bits of `SampleRow.allowed` as bool [V]; ValueError for a mask of another length."""
+    if mask.shape != (-(-vocab_size // 32),):
+        raise ValueError(f"a mask of shape {tuple(mask.shape)} for {vocab_size} ids")
+    bits = mask.unsqueeze(1) >> torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (bits & 1).bool().flatten()[:vocab_size]
+
+
 def weights(row: Tensor, temperature: float) -> Tensor:
-    """Stage 5, fp64 [V]. The largest is exactly 1, whatever the temperature."""
+    """Stage 6, fp64 [V]. The largest is exactly 1, whatever the temperature."""
     wide = row.double()
     return ((wide - wide.max()) / temperature).exp()
 
 
 def draw(weight: Tensor, seed: int, index: int) -> int:
-    """Stage 9: the place in `weight` fp64 [n], which sums in order, that the uniform falls on."""
+    """Stage 10: the place in `weight` fp64 [n], which sums in order, that the uniform falls on."""
     cumulative = weight.cumsum(0)
     target = uniform(seed, index) * cumulative[-1]
     return int(torch.searchsorted(cumulative, target, right=True))
