@@ -22,7 +22,7 @@ class ChatTemplate:
     """Renders conversations. Thread-safe: rendering keeps no state."""
 
     def __init__(self, source: str, name: str) -> None:
-        """`name` says in errors where the template is from; CheckpointError if it is no template."""
+        """`name` says in errors where the template is from; CheckpointError if it is none."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
