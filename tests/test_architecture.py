@@ -64,10 +64,21 @@ def test_a_module_sees_only_the_layers_below_its_own(path: Path) -> None:
     assert not forbidden, f"{layer} must not import {sorted(forbidden)}"
 
 
-def test_only_the_table_imports_a_hopper_module() -> None:
+@pytest.mark.parametrize("kind", ["cuda", "hopper"])
+def test_only_the_table_and_its_own_kind_import_a_gpu_module(kind: str) -> None:
     for path in modules():
-        if path != PACKAGE / "ops" / "table.py" and path.name != "hopper.py":
-            assert not [name for name in imports(path) if ".hopper" in name], path
+        if path != PACKAGE / "ops" / "table.py" and path.name not in (f"{kind}.py", "hopper.py"):
+            assert not [n for n in imports(path) if kind in n.split(".")[2:]], path
+
+
+def test_only_the_table_brings_triton_in() -> None:
+    """It is not installed where there is no GPU."""
+    kernels = [path for path in modules() if "triton" in imports(path)]
+    assert {layer_of(path) for path in kernels} <= {"ops"}
+    names = {".".join(("winnow", *p.relative_to(PACKAGE).with_suffix("").parts)) for p in kernels}
+    for path in modules():
+        if path not in kernels and path != PACKAGE / "ops" / "table.py":
+            assert not names & set(imports(path)), path
 
 
 def test_light_modules_import_without_torch() -> None:

@@ -135,7 +135,7 @@ def _prepare(config: EngineConfig) -> torch.device:
             raise UnsupportedError(
                 f"device {config.device} was asked for, there are {count}: use cuda:{count - 1}"
             )
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
         # The contract of `linear` wants sums in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return device

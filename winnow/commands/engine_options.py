@@ -1,0 +1,65 @@
+"""The options of an engine, for every command that builds one. Knows no command."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from winnow.config import DTYPES, EngineConfig
+from winnow.spec.embedded import DEMO
+from winnow.spec.formats import CACHE_FORMATS
+from winnow.spec.presets import PRESETS
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The argument MODEL, by default the checkpoint that ships with the package."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=DEMO,
+        help=f"checkpoint directory, or {DEMO}, the small one that ships with Winnow and is the "
+        f"default, or with --random-weights one of {', '.join(PRESETS)}",
+    )
+
+
+def add_engine_options(group: argparse._ArgumentGroup) -> None:
+    """Options that `engine_config` and `build_options` read."""
+    add = group.add_argument
+    cache = "in the cache; `model` is the compute dtype"
+    add("--kv-format", choices=CACHE_FORMATS, help=f"K and V {cache}")
+    add("--index-format", choices=CACHE_FORMATS, help=f"index keys {cache}")
+    add("--max-step-tokens", type=int, metavar="N", help="tokens of one step; prompts are cut")
+    add("--max-running", type=int, metavar="N", help="requests computed side by side")
+    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
+    add("--num-pages", type=int, metavar="N", help="pages of 128 tokens; default: what fits")
+    add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+    add("--dtype", choices=DTYPES, help="compute dtype; default: the model's")
+    add("--device", metavar="cpu|cuda", help="where to compute; default: cpu")
+    add(
+        "--backend",
+        metavar="NAME",
+        help="one that `winnow backends` lists; default: the device's",
+    )
+    add("--random-weights", action="store_true", help="MODEL is a preset")
+    add("--layers", type=int, metavar="N", help="cut a preset to its last N layers")
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineConfig that were asked for."""
+    given = {
+        name: getattr(args, name)
+        for name in EngineConfig.__dataclass_fields__
+        if getattr(args, name, None) is not None
+    }
+    return {**given, "prefix_caching": not args.no_prefix_caching}
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """What was asked for; UnsupportedError names a wrong value."""
+    return EngineConfig(**given_options(args))
+
+
+def build_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The further options of `winnow.engine.build.build_engine`."""
+    return {"random": args.random_weights, "num_layers": args.layers}
