@@ -1,17 +1,18 @@
 """The conformance suite: every case of every op, a backend against the reference.
 
-Owns the list of ops and the table that is printed. Knows nothing of timing.
+A backend of another device gets its inputs there; the reference always runs on the CPU. Owns the
+list of ops and the table that is printed. Knows nothing of timing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
 from winnow.ops.case import Case, Verdict, judge
-from winnow.ops.table import Kernels, kernels
+from winnow.ops.table import DEVICES, Kernels, kernels, server
 
 KERNEL_OPS = (
     "norm",
@@ -45,30 +46,39 @@ def cases(op: str) -> tuple[Case, ...]:
     return found
 
 
-def verdicts(op: str, served: Callable[[str], Callable[..., Any]]) -> Iterator[Verdict]:
-    """Judge every case of `op`; `served` gives the function under test by the case's op."""
+Served = Callable[[str], Callable[..., Any] | None]
+"""The function under test by a case's op; None where the backend has no use for it."""
+
+
+def verdicts(op: str, served: Served, device: str = "cpu") -> Iterator[Verdict]:
+    """Judge every case of `op` whose function is served."""
     for case in cases(op):
-        yield from judge(case, served(case.op), _reference(op, case.op))
+        function = served(case.op)
+        if function is not None:
+            yield from judge(case, function, _reference(op, case.op), device)
 
 
-def conformance(backend: str) -> list[Report]:
-    """Run every case of every op on `backend`; UnsupportedError if it cannot serve here."""
+def conformance(backend: str, ops: Sequence[str] | None = None) -> list[Report]:
+    """Run every case of `ops`, of all by default, on `backend`; UnsupportedError if it cannot
+    serve here."""
     table = kernels(backend)
-    reports = [_report("codec", table, lambda name: _codec(backend, name))]
-    for op in KERNEL_OPS:
-        reports.append(_report(op, table, lambda name: _kernel(table, name)))
-    return reports
+    return [_report(op, table, _served(op, table)) for op in ops or ("codec", *KERNEL_OPS)]
 
 
-def _report(op: str, table: Kernels, served: Callable[[str], Callable[..., Any]]) -> Report:
-    found = list(verdicts(op, served))
+def _served(op: str, table: Kernels) -> Served:
+    """The function under test of each name that the cases of `op` use."""
+    return lambda name: _codec(table.backend, name) if op == "codec" else _kernel(table, name)
+
+
+def _report(op: str, table: Kernels, served: Served) -> Report:
+    found = list(verdicts(op, served, DEVICES[table.backend]))
     exact = [v.passed for v in found if v.tolerance == 0.0]
     shares = [v.error / v.tolerance for v in found if v.tolerance > 0.0]
-    module = served(cases(op)[0].op).__module__
+    functions = [function for case in cases(op) if (function := served(case.op)) is not None]
     return Report(
         op=op,
-        served_by=module,
-        cases=len(cases(op)),
+        served_by=server(functions[0]),
+        cases=len(functions),
         failed=tuple(f"{v.case}: {v.output} error {v.error:.2e}" for v in found if not v.passed),
         identical=all(exact) if exact else None,
         worst=max(shares) if shares else None,
@@ -80,10 +90,10 @@ def _kernel(table: Kernels, name: str) -> Callable[..., Any]:
     return function
 
 
-def _codec(backend: str, name: str) -> Callable[..., Any]:
-    module = import_module(f"winnow.ops.codec.{'reference' if backend == 'reference' else 'cpu'}")
-    function: Callable[..., Any] = getattr(module, name)
-    return function
+def _codec(backend: str, name: str) -> Callable[..., Any] | None:
+    """Kernels on a GPU write no MXFP8, so it is None there."""
+    own = {"cpu": "cpu", "reference": "reference", "cuda": "cuda", "hopper": "cuda"}[backend]
+    return getattr(import_module(f"winnow.ops.codec.{own}"), name, None)
 
 
 def _reference(op: str, name: str) -> Callable[..., Any]:

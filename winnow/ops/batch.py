@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -47,6 +47,13 @@ class Batch:
         pages = self.block_tables[self.row_request, self.positions // BLOCK_TOKENS]
         pages = torch.where(self.kv_lens[self.row_request] > 0, pages, 0)
         return pages, self.positions % BLOCK_TOKENS
+
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on another device."""
+        if device == self.positions.device:
+            return self
+        moved = (getattr(self, f.name).to(device, non_blocking=True) for f in fields(self))
+        return Batch(*moved)
 
     @classmethod
     def of(cls, starts: list[int], counts: list[int], block_tables: list[list[int]]) -> Batch:

@@ -1,13 +1,14 @@
 """Shared inputs of tests, conformance and benchmarks: what an op is given and how it is judged.
 
 An op's `cases.py` defines `CASES`. A case makes fresh inputs at every call, so that a kernel which
-writes into page rows never sees another run's writes. Knows nothing of backends.
+writes into page rows never sees another run's writes. Cases are made on the CPU and moved to the
+device of the function under test. Knows nothing of backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -56,9 +57,16 @@ class Verdict:
         return self.error <= self.tolerance
 
 
-def judge(case: Case, function: Callable[..., Any], reference: Callable[..., Any]) -> list[Verdict]:
-    """Run `function` before the reference, each on fresh inputs, and compare every output."""
-    got = case.outputs(function, case.inputs())
+def judge(
+    case: Case,
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    device: torch.device | str = "cpu",
+) -> list[Verdict]:
+    """Run `function` on `device` before the reference on the CPU, each on fresh inputs, and
+    compare every output."""
+    moved = case.outputs(function, to_device(case.inputs(), device))
+    got = {name: output.cpu() for name, output in moved.items()}
     want = case.outputs(reference, case.inputs())
     if got.keys() != want.keys() or want.keys() != set(case.tolerances):
         raise AssertionError(f"{case.op}/{case.name}: outputs {sorted(got)} against {sorted(want)}")
@@ -66,6 +74,43 @@ def judge(case: Case, function: Callable[..., Any], reference: Callable[..., Any
         Verdict(case.op, case.name, name, case.tolerances[name], error(got[name], want[name]))
         for name in want
     ]
+
+
+def to_device(value: Any, device: torch.device | str) -> Any:
+    """`value` with every tensor in it on `device`: in dataclasses, tuples, lists and dicts.
+
+    Strides stay, gaps included, and views of one memory stay views of one: pages whose codes and
+    scales are parts of the same rows are so afterwards. `value` itself where nothing moves.
+    """
+    return _move(value, torch.device(device), {})
+
+
+def _move(value: Any, device: torch.device, memories: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.device.type == device.type else _move_view(value, device, memories)
+    if is_dataclass(value) and not isinstance(value, type):
+        held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        moved = {name: _move(part, device, memories) for name, part in held.items()}
+        changed = any(moved[name] is not part for name, part in held.items())
+        return replace(value, **moved) if changed else value
+    if isinstance(value, dict):
+        return {key: _move(part, device, memories) for key, part in value.items()}
+    if type(value) in (tuple, list):
+        moved_parts = [_move(part, device, memories) for part in value]
+        unchanged = all(a is b for a, b in zip(moved_parts, value, strict=True))
+        return value if unchanged else type(value)(moved_parts)
+    return value
+
+
+def _move_view(view: Tensor, device: torch.device, memories: dict[int, Tensor]) -> Tensor:
+    """`view` as a view of a copy of its whole memory, of which `memories` keeps one each."""
+    storage = view.untyped_storage()
+    if storage.data_ptr() not in memories:
+        whole = torch.empty(0, dtype=torch.uint8, device=view.device).set_(storage)
+        memories[storage.data_ptr()] = whole.to(device)
+    typed = torch.empty(0, dtype=view.dtype, device=device)
+    copy = memories[storage.data_ptr()].untyped_storage()
+    return typed.set_(copy, view.storage_offset(), view.shape, view.stride())
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -47,10 +47,27 @@ class Codec(Protocol):
 
 @dataclass
 class Clipping:
-    """Values written to a cache tensor, and how many were saturated to fit its format."""
+    """Values written to a cache tensor, and how many were saturated to fit its format.
+
+    What a kernel on a GPU clipped is in `on_device`, int64 [1], until someone asks: `settled` waits
+    for the GPU, counting does not.
+    """
 
     written: int = 0
     clipped: int = 0
+    on_device: Tensor | None = field(default=None, compare=False)
+
+    def settled(self) -> Clipping:
+        """The counts so far, those on the device included."""
+        on_device = 0 if self.on_device is None else int(self.on_device)
+        return Clipping(self.written, self.clipped + on_device)
+
+    def counter(self, device: torch.device) -> Tensor:
+        """The count on the device, for a kernel to add to; made when first asked for, which must
+        be before a graph is captured."""
+        if self.on_device is None:
+            self.on_device = torch.zeros(1, dtype=torch.int64, device=device)
+        return self.on_device
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,11 @@ class Paged:
     scales: Tensor | None
     global_scale: float = 1.0
     clipping: Clipping = field(default_factory=Clipping)
+
+    @property
+    def dim(self) -> int:
+        """Values of one token and head."""
+        return self.codes.shape[3] * self.codes.itemsize * 8 // self.format.code_bits
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,23 @@
 """Which function serves each op on a backend, and why a backend cannot serve here.
 
 The only module that knows backends by name. `reference` is the definition, slow and plain; `cpu`,
-with kernels in C++, is the default. A backend serves all ops or says in one sentence why it cannot.
+with kernels in C++, is the default; `cuda`, in Triton, is for any NVIDIA GPU with bf16 tensor
+cores; `hopper` is `cuda` with kernels in CUDA C++ for the cases that they take. A backend serves
+all ops or says in one sentence why it cannot.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
 from winnow.errors import UnsupportedError
 from winnow.ops.attention_inputs import AttentionInputs
+from winnow.ops.cuda_build import compiler as cuda_compiler
 from winnow.ops.dense_attention import DenseAttention
 from winnow.ops.linear import Linear
 from winnow.ops.mlp import Mlp
@@ -22,7 +28,29 @@ from winnow.ops.sample import Sample
 from winnow.ops.select_blocks import SelectBlocks
 from winnow.ops.sparse_attention import SparseAttention
 
-BACKENDS = ("cpu", "reference", "hopper")
+DEVICES = {"cpu": "cpu", "reference": "cpu", "cuda": "cuda", "hopper": "cuda"}
+"""Where each backend's tensors lie."""
+BACKENDS = tuple(DEVICES)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class ByCase(Generic[P, R]):
+    """An op served by `special` where `takes` says so of its arguments, else by `general`.
+
+    The choice is made of formats and shapes, before anything runs; `when` says it in words.
+    """
+
+    when: str
+    takes: Callable[P, bool]
+    special: Callable[P, R]
+    general: Callable[P, R]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        chosen = self.special if self.takes(*args, **kwargs) else self.general
+        return chosen(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -41,9 +69,17 @@ class Kernels:
     sample: Sample
 
     def served_by(self) -> dict[str, str]:
-        """The module that serves each op."""
+        """The module that serves each op, or both of two and the case between them."""
         ops = (f.name for f in fields(self) if f.name != "backend")
-        return {op: getattr(self, op).__module__ for op in ops}
+        return {op: server(getattr(self, op)) for op in ops}
+
+
+def server(function: Callable[..., object]) -> str:
+    """The module of an op's function, in words where two share the cases."""
+    if isinstance(function, ByCase):
+        special, general = server(function.special), server(function.general)
+        return f"{special} for {function.when}, else {general}"
+    return function.__module__
 
 
 def why_not(backend: str) -> str | None:
@@ -52,14 +88,26 @@ def why_not(backend: str) -> str | None:
         return f"there is no backend {backend!r}; known: {', '.join(BACKENDS)}"
     if backend == "cpu" and compiler() is None:
         return "cpu needs a C++ compiler once, to build its kernels: install g++"
-    if backend != "hopper":
-        return None
+    return None if DEVICES[backend] == "cpu" else _why_not_on_a_gpu(backend)
+
+
+def _why_not_on_a_gpu(backend: str) -> str | None:
+    needs = {"cuda": "an NVIDIA GPU", "hopper": "an NVIDIA H100 or H200"}[backend]
     if not torch.cuda.is_available():
-        return "hopper needs an NVIDIA H100 or H200 and a CUDA build of torch; none was found"
-    return (
-        "hopper serves no model in this version: of its kernels only decode of select_blocks and "
-        f"sparse_attention exist; {torch.cuda.get_device_name()} stays unused"
-    )
+        return f"{backend} needs {needs} and a CUDA build of torch; none was found"
+    capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    if capability < (8, 0):
+        return f"{backend} needs a GPU with bf16 tensor cores (compute capability 8.0), not {name}"
+    if find_spec("triton") is None:
+        return f"{backend} needs triton: pip install 'triton>=3.6'"
+    if backend == "hopper" and capability != (9, 0):
+        return f"hopper needs {needs}, not {name}: use --backend cuda"
+    if backend == "hopper" and cuda_compiler() is None:
+        return (
+            "hopper needs nvcc once, to build its kernels: install the CUDA toolkit (12.4 or "
+            "newer), set NVCC to the compiler's path, or use --backend cuda"
+        )
+    return None
 
 
 def kernels(backend: str) -> Kernels:
@@ -67,7 +115,7 @@ def kernels(backend: str) -> Kernels:
     reason = why_not(backend)
     if reason is not None:
         raise UnsupportedError(reason)
-    return _reference() if backend == "reference" else _cpu()
+    return {"cpu": _cpu, "reference": _reference, "cuda": _cuda, "hopper": _hopper}[backend]()
 
 
 def _reference() -> Kernels:
@@ -117,4 +165,45 @@ def _cpu() -> Kernels:
         mlp=mlp,
         moe=moe,
         sample=sample,
+    )
+
+
+def _cuda() -> Kernels:
+    from winnow.ops.attention_inputs.cuda import attention_inputs
+    from winnow.ops.dense_attention.cuda import dense_attention
+    from winnow.ops.linear.cuda import linear
+    from winnow.ops.mlp.cuda import mlp
+    from winnow.ops.moe.cuda import moe
+    from winnow.ops.norm.cuda import norm
+    from winnow.ops.sample.cuda import sample
+    from winnow.ops.select_blocks.cuda import select_blocks
+    from winnow.ops.sparse_attention.cuda import sparse_attention
+
+    return Kernels(
+        backend="cuda",
+        norm=norm,
+        linear=linear,
+        attention_inputs=attention_inputs,
+        select_blocks=select_blocks,
+        sparse_attention=sparse_attention,
+        dense_attention=dense_attention,
+        mlp=mlp,
+        moe=moe,
+        sample=sample,
+    )
+
+
+def _hopper() -> Kernels:
+    from winnow.ops.select_blocks import hopper as select
+    from winnow.ops.sparse_attention import hopper as sparse
+
+    general = _cuda()
+    decode = "nvfp4 and up to 8 rows a request"
+    return replace(
+        general,
+        backend="hopper",
+        select_blocks=ByCase(decode, select.takes, select.select_blocks, general.select_blocks),
+        sparse_attention=ByCase(
+            decode, sparse.takes, sparse.sparse_attention, general.sparse_attention
+        ),
     )

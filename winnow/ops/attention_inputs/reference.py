@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,16 @@ from winnow.spec.model import ModelSpec
 
 def rope_tables(positions: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     """cos and sin of position * theta^(-2i / rotary_dim), fp32 [rows, rotary_dim / 2]."""
-    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
-    angles = positions.float().unsqueeze(-1) * (1.0 / spec.rope_theta**exponents)
+    frequencies = _frequencies(spec.rope_theta, spec.rotary_dim, positions.device)
+    angles = positions.float().unsqueeze(-1) * frequencies
     return angles.cos(), angles.sin()
+
+
+@cache
+def _frequencies(theta: float, rotary_dim: int, device: torch.device) -> Tensor:
+    # Made on the CPU: another device's powers may end in another bit, which far positions multiply.
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return (1.0 / theta**exponents).to(device)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

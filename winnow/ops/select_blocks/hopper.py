@@ -27,6 +27,8 @@ SOURCE = Path(__file__).parent / "csrc" / "decode.cu"
 INDEX_DIM = 128
 MAX_TOPK = 16
 MAX_REQUESTS = 2048
+MAX_ROWS = 8
+"""A request, on average, for which the kernels are made."""
 MAX_BLOCKS = 16384
 """Columns of the block table: sequences of up to 2,097,152 tokens."""
 
@@ -59,7 +61,9 @@ def select_blocks(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Ten
     rows, heads, dim = index_q.shape
     codes, scales = _keys(index)
     max_blocks = batch.block_tables.shape[1]
-    _check(index_q, heads, dim, topk, batch.num_requests, max_blocks)
+    refusal = _refusal(index_q, heads, dim, topk, batch.num_requests, max_blocks)
+    if refusal is not None:
+        raise UnsupportedError(refusal)
     _check_batch(batch)
     ids = torch.empty(rows, heads, topk, dtype=torch.int32, device=index_q.device)
     if not rows:
@@ -80,6 +84,14 @@ def select_blocks(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Ten
     )  # fmt: skip
     torch.cuda.check_error(error)
     return ids
+
+
+def takes(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> bool:
+    """Whether the kernels serve these arguments, and fast: decode over NVFP4 keys."""
+    rows, heads, dim = index_q.shape
+    limits = (index_q, heads, dim, topk, batch.num_requests, batch.block_tables.shape[1])
+    decode = rows <= MAX_ROWS * batch.num_requests
+    return index.format is NVFP4 and decode and _refusal(*limits) is None
 
 
 def _keys(index: Paged) -> tuple[Tensor, Tensor]:
@@ -117,11 +129,12 @@ def _check_batch(batch: Batch) -> None:
             )
 
 
-def _check(
+def _refusal(
     index_q: Tensor, heads: int, dim: int, topk: int, num_requests: int, max_blocks: int
-) -> None:
+) -> str | None:
+    """What the kernels do not take of these, in one sentence."""
     if index_q.dtype not in (torch.bfloat16, torch.float32):
-        raise UnsupportedError(
+        return (
             f"the hopper backend takes bf16 or fp32 index queries, not {index_q.dtype}: "
             "serve the model in bfloat16"
         )
@@ -134,10 +147,11 @@ def _check(
     ):
         if given not in allowed:
             limit = f"at most {allowed[-1]}" if isinstance(allowed, range) else f"one of {allowed}"
-            raise UnsupportedError(
+            return (
                 f"the hopper backend's indexer takes {what} of {limit}, not {given}: "
-                "use --backend cpu, or change it"
+                "use --backend cuda, or change it"
             )
+    return None
 
 
 def _tiles(columns: float, wide: bool) -> int:

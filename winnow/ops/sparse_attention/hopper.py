@@ -27,6 +27,8 @@ MAX_GROUP = 16
 """Query heads of one KV head: the rows of the tensor cores' instruction."""
 MAX_TOPK = 32
 """A warp finds its blocks with one lane each."""
+MAX_ROWS = 8
+"""A request, on average, for which the kernel is made."""
 SPLITS = (1, 2, 4, 8, 16)
 
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -46,6 +48,12 @@ def sparse_attention(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) ->
     splits = splits_for(rows * kv_heads, topk, _multiprocessors(q.device))
     attend(q, ids, batch, pages, out, splits)
     return out
+
+
+def takes(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) -> bool:
+    """Whether the kernel serves these arguments, and fast: decode over an NVFP4 cache."""
+    group, topk = q.shape[1] // ids.shape[1], ids.shape[2]
+    return q.shape[0] <= MAX_ROWS * batch.num_requests and _refusal(q, pages, group, topk) is None
 
 
 def splits_for(pairs: int, topk: int, multiprocessors: int) -> int:
@@ -91,19 +99,28 @@ def _library() -> ctypes.CDLL:
     return library(SOURCE, _SIGNATURES)
 
 
-def _check(q: Tensor, pages: LayerPages, group: int, topk: int) -> None:
+def _refusal(q: Tensor, pages: LayerPages, group: int, topk: int) -> str | None:
+    """What the kernel does not take of these, in one sentence."""
     key, value = pages.key, pages.value
     if q.dtype is not torch.bfloat16 or key.format is not NVFP4 or value.format is not NVFP4:
-        raise UnsupportedError(
+        return (
             f"hopper's sparse attention takes bf16 queries and an nvfp4 cache, not {q.dtype} and "
-            f"{key.format.name}: use --kv-format nvfp4, or --backend reference"
+            f"{key.format.name}: use --kv-format nvfp4, or --backend cuda"
         )
     if q.shape[-1] != HEAD_DIM or group > MAX_GROUP or topk > MAX_TOPK:
-        raise UnsupportedError(
+        return (
             f"hopper's sparse attention takes {HEAD_DIM} dims a head, up to {MAX_GROUP} query "
             f"heads a KV head and up to {MAX_TOPK} blocks, not {q.shape[-1]}, {group} and {topk}: "
-            "use --backend reference"
+            "use --backend cuda"
         )
+    return None
+
+
+def _check(q: Tensor, pages: LayerPages, group: int, topk: int) -> None:
+    refusal = _refusal(q, pages, group, topk)
+    if refusal is not None:
+        raise UnsupportedError(refusal)
+    key, value = pages.key, pages.value
     assert key.scales is not None
     assert value.scales is not None
     parts = (key.codes, key.scales, value.codes, value.scales)
