@@ -1,7 +1,7 @@
 """What HTTP costs: tokens per second of the engine alone and through the server, in one run.
 
 Both serve the same prompts to the same number of tokens, 64 at once, greedy, on the same threads,
-in turns; every token of the server's answer is streamed as it comes. The client is this process
+in turns (`OMP_NUM_THREADS`, by default one: the server leaves a core to HTTP); every token of the server's answer is streamed as it comes. The client is this process
 and shares the cores, so its cost counts as the server's. Prints both and the ratio.
 
     python benchmarks/http_overhead.py [MODEL] [--streams N] [--tokens N] [--rounds N] [--out FILE]
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -108,24 +109,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=engine_alone, args=(there, args.model, args.tokens), daemon=True
     )
     process.start()
+    here.recv()
     alone: list[float] = []
     served: list[float] = []
     total = args.streams * args.tokens
     options = ("--num-pages", str(NUM_PAGES), "--no-prefix-caching")
     with Served(args.model, *options) as server:
-        here.recv()
         for turn in range(args.rounds + 1):
             here.send(args.streams)
             direct = here.recv()
             seconds, events = asyncio.run(through_http(server.port, args.streams, args.tokens))
             print(
                 f"alone {total / direct:7.0f} tokens/s, served {total / seconds:7.0f}, "
-                f"{events} events"
+                f"{events} events",
+                flush=True,
             )
             if turn:  # the first of each builds kernels and touches memory
                 alone.append(total / direct)
@@ -145,7 +148,7 @@ def main() -> None:
             "cache_state": "prefix caching off", "concurrency": args.streams,
             "latency_objective": {},
         }  # fmt: skip
-        common = (workload, conditions, machine(2), software(), commit())
+        common = (workload, conditions, machine(int(threads)), software(), commit())
         rows = [("engine alone", "tokens/s", alone), ("through HTTP", "tokens/s", served)]
         rows += [("through HTTP / engine alone", "ratio", ratios)]
         append(args.out, [Record("serving", w, u, tuple(s), *common) for w, u, s in rows])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -299,7 +300,7 @@ def main() -> int:
         }  # fmt: skip
         record = Record(
             "serving", "soak", "s", (seconds,), workload, conditions,
-            machine(2), software(), commit(),
+            machine(os.cpu_count() or 1), software(), commit(),
         )  # fmt: skip
         append(args.out, [record])
     return 0 if good else 1

@@ -94,6 +94,8 @@ def _run(args: argparse.Namespace) -> int:
         send_timeout_s=args.send_timeout,
         log_prompts=args.log_prompts,
     )
+    if args.device in (None, "cpu"):
+        _leave_a_core()
     # A server's log is its only voice: it says what it does without being asked.
     logger = logging.getLogger("winnow")
     level = logger.level
@@ -102,6 +104,16 @@ def _run(args: argparse.Namespace) -> int:
         return serve(args.model, engine_config(args), config, **build_options(args))
     finally:
         logger.setLevel(level)
+
+
+def _leave_a_core() -> None:
+    """Have the engine compute on all cores but one, which HTTP gets.
+
+    Threads of a step wait for each other, in loops: on cores that HTTP shares, a step takes as long
+    as the thread that was pushed aside. OpenMP reads the variable in the engine's process; a value
+    of the user's own stays.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
 
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:
