@@ -170,7 +170,15 @@ class Sheet:
             "commit": commit(),
         }
 
-    def add(self, what: str, unit: str, samples: list[float], **conditions: Any) -> None:
+    def add(
+        self,
+        what: str,
+        unit: str,
+        samples: list[float],
+        kv: str = "fp32",
+        index: str = "fp32",
+        **conditions: Any,
+    ) -> None:
         self.records.append(
             Record(
                 level="step",
@@ -179,9 +187,11 @@ class Sheet:
                 samples=tuple(samples),
                 workload=self.workload,
                 conditions={
-                    "dtype": "float32",
-                    "acceptance": "none",
+                    "formats": {"compute": "float32", "kv": kv, "index": index},
+                    "parallel": {"plan": "tp1", "devices": 1},
+                    "acceptance": {"kind": "none"},
                     "cache_state": "cold, prefix caching off",
+                    "latency_objective": None,
                     **conditions,
                 },
                 **self.fixed,
@@ -205,8 +215,7 @@ def compare(sheet: Sheet, directory: str, name: str) -> None:
             ("winnow", own_prefill, ours),
             ("transformers", [their_prefill], theirs),
         ):
-            conditions = {"context": context, "concurrency": batch}
-            conditions |= {"kv_format": "fp32", "index_format": "fp32", "server": who}
+            conditions = {"context": context, "concurrency": batch, "server": who}
             sheet.add("prefill", "s", prefill, **conditions)
             sheet.add("decode step", "s", decode, **conditions)
         ratio = statistics.median(theirs) / statistics.median(ours)
@@ -226,8 +235,9 @@ def growth(sheet: Sheet, directory: str, name: str) -> None:
         for context in CONTEXTS:
             engine = build_ours(directory, context, 1, kv_format=kv, index_format=index)
             prefill, decode, _ = our_times(engine, 1, context)
-            conditions = {"context": context, "concurrency": 1}
-            conditions |= {"kv_format": kv, "index_format": index, "server": "winnow"}
+            conditions = {"context": context, "concurrency": 1, "server": "winnow"}
+            conditions |= {"kv": "fp32" if kv == "model" else kv}
+            conditions |= {"index": "fp32" if index == "model" else index}
             sheet.add("prefill", "s", [prefill], **conditions)
             sheet.add("decode step", "s", decode, **conditions)
             print(
@@ -243,8 +253,7 @@ def memory(sheet: Sheet, directory: str, name: str, threads: int) -> None:
     for who, contexts in (("winnow", MEMORY_CONTEXTS), ("transformers", (2048, 4096, 8192))):
         for context in contexts:
             peak = peak_bytes(who, directory, context, threads)
-            conditions = {"context": context, "concurrency": 1}
-            conditions |= {"kv_format": "fp32", "index_format": "fp32", "server": who}
+            conditions = {"context": context, "concurrency": 1, "server": who}
             sheet.add("peak memory of prefill", "bytes", [float(peak)], **conditions)
             print(f"{name}, prefill of {context} in {who}: {peak / 1e6:.0f} MB more", flush=True)
 

@@ -237,9 +237,10 @@ def main() -> None:
                     "num_bytes": work.num_bytes,
                 },
                 conditions={
-                    "index_format": "nvfp4",
-                    "query_dtype": dtype,
-                    "acceptance": "none",
+                    "formats": {"index": "nvfp4", "query": dtype},
+                    "parallel": {"plan": "tp4", "devices": 1},
+                    "acceptance": {"kind": "none"},
+                    "latency_objective": None,
                     "concurrency": work.requests,
                     "cache_state": "keys in L2" if work.warm else "keys not in L2",
                     "page_row_bytes": ROW_BYTES,

@@ -173,7 +173,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "topk_blocks": TOPK,
             },
             conditions={
-                "kv_format": "nvfp4",
+                "formats": {"kv": "nvfp4"},
+                "parallel": {"plan": "tp1", "devices": 1},
+                "acceptance": {"kind": "none"},
+                "cache_state": "K and V not in L2",
+                "concurrency": requests,
+                "latency_objective": None,
                 "page_row_bytes": LAYOUT.row_bytes,
                 "selection": "at random, the current block among it; pages at random",
                 "timing": "CUDA graph of launches on one layer after another; programmatic "

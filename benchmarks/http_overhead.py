@@ -1,8 +1,9 @@
 """What HTTP costs: tokens per second of the engine alone and through the server, in one run.
 
-Both serve the same prompts to the same number of tokens, 64 at once, greedy, on the same threads,
-in turns (`OMP_NUM_THREADS`, by default one: the server leaves a core to HTTP); every token of the server's answer is streamed as it comes. The client is this process
-and shares the cores, so its cost counts as the server's. Prints both and the ratio.
+Both serve the same prompts to the same number of tokens, 64 at once, greedy, in turns, on
+`OMP_NUM_THREADS` threads: all cores but one unless it is set, as `winnow serve` does. Every token
+of the server's answer is streamed as it comes. The client is this process and shares the cores, so
+its cost counts as the server's. Prints both and the ratio.
 
     python benchmarks/http_overhead.py [MODEL] [--streams N] [--tokens N] [--rounds N] [--out FILE]
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,14 +13,20 @@ from typing import Any
 _PACKAGES = ("torch", "transformers", "numpy", "triton")
 
 
-def machine(threads: int) -> dict[str, Any]:
-    """Processor, its cores and the memory of this machine, and the threads that were used."""
-    return {
+def machine(threads: int | None = None) -> dict[str, Any]:
+    """Processor, its cores, memory and GPUs of this machine, and the threads that were used, if
+    that is known."""
+    found: dict[str, Any] = {
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "threads": threads,
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     }
+    if threads is not None:
+        found["threads"] = threads
+    gpus = _gpus()
+    if gpus:
+        found["gpus"] = gpus
+    return found
 
 
 def software() -> dict[str, str]:
@@ -42,6 +49,16 @@ def commit() -> str:
         text=True,
     )
     return run.stdout.strip() if run.returncode == 0 else "unknown"
+
+
+def _gpus() -> list[str]:
+    """Names of NVIDIA GPUs, as the driver's own tool gives them; none without it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    asked = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    run = subprocess.run(asked, capture_output=True, text=True)
+    return run.stdout.split("\n")[:-1] if run.returncode == 0 else []
 
 
 def _processor() -> str:

@@ -1,0 +1,133 @@
+"""Where the time of an engine's step goes: timers around the ops and around the runner.
+
+Owns the names of the parts. Times on the host's clock, so it serves ops that are done when they
+return, which those of the CPU backends are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from winnow.bench.parts import WHOLE
+from winnow.core.plan import StepPlan
+from winnow.core.request import Request
+from winnow.engine.engine import Engine
+from winnow.engine.inputs import StepInputs
+from winnow.engine.runner import Runner
+from winnow.model.transformer import Transformer
+from winnow.ops.table import Kernels
+from winnow.ops.weights import Weight
+
+PARTS = {
+    "attention_inputs": "projections and insert",
+    "select_blocks": "selection",
+    "sparse_attention": "sparse attention",
+    "dense_attention": "dense attention",
+    "linear": "output projection",
+    "moe": "experts",
+    "mlp": "dense MLP",
+    "norm": "norms",
+    "sample": "sampling",
+}
+"""What an op's time is called. The product with the head is apart from the other `linear`s."""
+HEAD = "head"
+BETWEEN = "embedding, rotation and residuals"
+SCHEDULING = "scheduling"
+INPUTS = "inputs"
+BOOKKEEPING = "bookkeeping and text"
+REST = "rest"
+
+
+class Stopwatch:
+    """Seconds of each part since the last `take()`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def add(self, part: str, seconds: float) -> None:
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+
+    def total(self) -> float:
+        return sum(self._seconds.values())
+
+    def take(self) -> dict[str, float]:
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+
+def watched(table: Kernels, watch: Stopwatch, head: Weight) -> Kernels:
+    """The same ops, each telling `watch` how long it took."""
+
+    def timed(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            part = HEAD if op == "linear" and args[1] is head else PARTS[op]
+            start = time.perf_counter()
+            result = function(*args)
+            watch.add(part, time.perf_counter() - start)
+            return result
+
+        return call
+
+    ops = (f.name for f in fields(table) if f.name != "backend")
+    changes: dict[str, Any] = {op: timed(op, getattr(table, op)) for op in ops}
+    return replace(table, **changes)
+
+
+class WatchedRunner(Runner):
+    """A runner that notes its inputs, and when each of its calls began and ended."""
+
+    def __init__(self, inner: Runner, watch: Stopwatch) -> None:
+        model = inner.model
+        table = watched(model.kernels, watch, model.weights.head)
+        super().__init__(Transformer(model.spec, model.weights, table), inner.storage)
+        self.watch = watch
+        self.begun = 0.0
+        self.ended = 0.0
+        self.step: StepInputs | None = None
+
+    def inputs(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepInputs:
+        self.begun = time.perf_counter()
+        self.step = super().inputs(plan, requests)
+        self.watch.add(INPUTS, time.perf_counter() - self.begun)
+        return self.step
+
+    def logits(self, inputs: StepInputs) -> Tensor:
+        start, before = time.perf_counter(), self.watch.total()
+        result = super().logits(inputs)
+        within = self.watch.total() - before
+        self.watch.add(BETWEEN, time.perf_counter() - start - within)
+        return result
+
+    def sample(self, *args: Any) -> Any:
+        result = super().sample(*args)
+        self.ended = time.perf_counter()
+        return result
+
+
+def watch_engine(engine: Engine) -> WatchedRunner:
+    """Put a watched runner into an engine; the runner."""
+    runner = WatchedRunner(engine.runner, Stopwatch())
+    engine.runner = runner
+    return runner
+
+
+def timed_step(engine: Engine, runner: WatchedRunner) -> dict[str, float]:
+    """One step's seconds by part, with `WHOLE`, and `REST` for what no timer saw.
+
+    All but `WHOLE` add up to `WHOLE`. The step must have rows.
+    """
+    runner.watch.take()
+    start = time.perf_counter()
+    engine.step()
+    end = time.perf_counter()
+    seconds = runner.watch.take()
+    seconds[SCHEDULING] = runner.begun - start
+    seconds[BOOKKEEPING] = end - runner.ended
+    seconds[REST] = end - start - sum(seconds.values())
+    seconds[WHOLE] = end - start
+    return seconds
