@@ -55,7 +55,6 @@ def load_checkpoint(
     # None lets tqdm look whether stderr is a terminal.
     hidden = None if progress else True
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden) as bar:
-
         done = 0
 
         def read(num_bytes: int) -> None:

@@ -28,7 +28,6 @@ from winnow.model.checkpoint.tiny_config import (
 from winnow.model.checkpoint.writer import save
 from winnow.spec.model import ModelSpec
 
-
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 """The family's chat format, for checkpoints that are made here."""
 
