@@ -100,7 +100,7 @@ NO_COMMAND = [
     ("", r"required: COMMAND"),
     ("serve-up", r"invalid choice: 'serve-up'"),
     ("bench", r"required: SUITE"),
-    ("generate {tiny}", r"one of the arguments --prompt --prompt-file --token-ids is"),
+    ("generate {tiny}", r"one of the arguments --prompt --chat --prompt-file --token-ids is"),
     ("generate {tiny} --prompt x --token-ids 1", r"not allowed with"),
     ("generate {tiny} --prompt x --max-tokens 1e3", r"invalid int .*'1e3'"),
     ("generate {tiny} --prompt x --kv-format fp4", r"'fp4' \(choose from"),

@@ -80,7 +80,7 @@ def test_a_chat_streams_in_and_the_gauges_move(page: Any, served_tiny: Served) -
     page.wait_for_selector("#state.ready")
     assert page.text_content("#model") == "tiny"
     page.select_option("#thinking", "disabled")
-    answer = ask(page, "Tell me about grain.", 200)
+    answer = ask(page, "Tell me about grain.", 6000)
     text = answer.locator(".text")
     first = eventually(lambda: text.text_content())
     eventually(lambda: len(text.text_content()) > len(first))
@@ -88,8 +88,11 @@ def test_a_chat_streams_in_and_the_gauges_move(page: Any, served_tiny: Served) -
         eventually(lambda gauge=gauge: page.text_content(f"#{gauge}") != "0")
     assert page.is_visible("#stop")
     keep(page, "desk")
+    page.click("#stop")
     page.wait_for_selector(".turn.assistant:not(.busy)")
-    assert re.match(r"\d+ tokens", answer.locator(".note").text_content())
+    answer = ask(page, "And of chaff.", 8)
+    page.wait_for_selector(".turn.assistant:not(.busy) >> nth=1")
+    assert re.match(r"8 tokens", answer.locator(".note").text_content())
     eventually(lambda: page.text_content("#pages") == "0")
 
 
