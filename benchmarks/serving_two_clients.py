@@ -103,6 +103,8 @@ def by_guidellm(args: argparse.Namespace, program: str, export: Path) -> Path:
         "--constraint", f"kind=max_requests,count={args.requests}",
         "--tokenizer", f"kind=hf_auto,model={args.tokenizer}",
         "--data", f"kind=synthetic_text,prompt_tokens={args.input},output_tokens={args.output}",
+        # By default it makes 4,096 prompts while it measures, on the server's processor.
+        "--data-loader", f"kind=pytorch,samples={args.requests}",
         "--output", f"kind=json,path={report}",
     )  # fmt: skip
     return report
