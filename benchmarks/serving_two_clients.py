@@ -45,6 +45,8 @@ def main() -> int:
         "cache_state": args.cache_state,
         "latency_objective": {},
     }
+    # Of the moment at which the server runs already, not of what is committed meanwhile.
+    source = commit()
     found: dict[str, list[dict[str, Record]]] = {"aiperf": [], tool: []}
     with tempfile.TemporaryDirectory() as directory:
         for turn, client in enumerate(("aiperf", tool, tool, "aiperf") * (args.rounds // 2)):
@@ -54,7 +56,7 @@ def main() -> int:
             (read,) = READERS[client](run(args, program, export))
             read = replace(read, load={"concurrency": args.concurrency})
             server = {**software(), "server": args.server}
-            records = serving_records(read, workload, conditions, machine(), server, commit())
+            records = serving_records(read, workload, conditions, machine(), server, source)
             append(args.out, records)
             measured = {r.what: r for r in records if r.workload["phase"] == "measured"}
             found[client].append(measured)
