@@ -296,7 +296,8 @@ def main() -> int:
     if args.out is not None:
         workload = {
             "model": args.model, "requests": args.requests, "distinct": DISTINCT,
-            "aborted_share_at_least": ABORTED_SHARE, "malformed_share": 0.05, "max_tokens": MAX_TOKENS,
+            "aborted_share_at_least": ABORTED_SHARE, "malformed_share": 0.05,
+            "max_tokens": MAX_TOKENS,
         }  # fmt: skip
         conditions = {
             "formats": {"kv": "model", "index": "model"},
