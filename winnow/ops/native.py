@@ -22,7 +22,7 @@ from winnow.errors import UnsupportedError
 
 SOURCE = Path(__file__).parent / "csrc" / "cpu.cpp"
 FLAGS = (
-    *("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast"),
+    *("-O3", "-march=native", "-std=c++17", "-ffp-contract=off"),
     *("-fPIC", "-fopenmp", "-Wall", "-Wno-psabi"),
 )
 

@@ -3,7 +3,9 @@
 // request's tokens independent of its batch and of its chunks.
 //
 // Built by winnow/ops/native.py with -march=native; vector types let the compiler choose the
-// instructions. Contraction to FMA is on, reassociation is off.
+// instructions. Contraction and reassociation are off: a compiler that fuses a product and a sum in
+// one place and not in another (GCC's tuning for Zen does) would break that promise. `fused` says
+// where they are fused.
 
 #include <algorithm>
 #include <cmath>
@@ -12,62 +14,106 @@
 #include <limits>
 #include <vector>
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace {
 
-typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
+// The widest vector of the processor, and how many of them its registers hold: wider ones, or more
+// at once, would live in memory.
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16, kRegisters = 32;
+#else
+constexpr int kVectorBytes = 16, kRegisters = 16;
+#endif
+
+typedef float vec __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(kVectorBytes), aligned(4)));
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 typedef float v4 __attribute__((vector_size(16), aligned(4)));
-typedef int32_t i16 __attribute__((vector_size(64), aligned(4)));
 
 constexpr int64_t kBlock = 128;
-constexpr int64_t kLanes = 16;
+constexpr int64_t kLanes = kVectorBytes / sizeof(float);
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-inline v16 load(const float* p) { return *reinterpret_cast<const v16*>(p); }
-inline void store(float* p, v16 v) { *reinterpret_cast<v16*>(p) = v; }
-inline v16 splat(float x) { return x - v16{}; }
+inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
+inline vec splat(float x) { return x - vec{}; }
 
-inline v16 load_part(const float* p, int64_t count) {
-  v16 v{};
+// a * b + c, rounded once where the processor can.
+inline vec fused(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+inline vec load_part(const float* p, int64_t count) {
+  vec v{};
   std::memcpy(&v, p, count * sizeof(float));
   return v;
 }
 
-inline v4 quarter(v16 v) {
-  v8 h = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-         __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  return __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+inline v4 quarter(vec v) {
+  if constexpr (kLanes == 4) {
+    v4 same;
+    std::memcpy(&same, &v, sizeof same);
+    return same;
+  } else {
+    v8 h;
+    if constexpr (kLanes == 8) {
+      std::memcpy(&h, &v, sizeof h);
+    } else {
+      v8 parts[kLanes / 8];
+      std::memcpy(parts, &v, sizeof parts);
+      h = parts[0] + parts[kLanes / 8 - 1];
+    }
+    return __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+  }
 }
 
 // Sums of four vectors' lanes; each sum has the same order in every place.
-inline v4 sums(v16 a, v16 b, v16 c, v16 d) {
+inline v4 sums(vec a, vec b, vec c, vec d) {
   v4 p = quarter(a), q = quarter(b), r = quarter(c), s = quarter(d);
   v4 pq = __builtin_shufflevector(p, q, 0, 4, 1, 5) + __builtin_shufflevector(p, q, 2, 6, 3, 7);
   v4 rs = __builtin_shufflevector(r, s, 0, 4, 1, 5) + __builtin_shufflevector(r, s, 2, 6, 3, 7);
   return __builtin_shufflevector(pq, rs, 0, 1, 4, 5) + __builtin_shufflevector(pq, rs, 2, 3, 6, 7);
 }
 
-inline float sum(v16 v) { return sums(v, v, v, v)[0]; }
+inline float sum(vec v) { return sums(v, v, v, v)[0]; }
 
 // exp for x <= 0 or NaN: Cephes' reduction and polynomial, relative error below 2e-7.
-inline v16 exp_nonpositive(v16 x) {
-  v16 bounded = x < -87.0f ? splat(-87.0f) : x;
-  v16 shifted = bounded * 1.44269504088896341f + 12582912.0f;  // rounds to the nearest integer
-  v16 n = shifted - 12582912.0f;
-  v16 r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
-  v16 p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  i16 bits;
+inline vec exp_nonpositive(vec x) {
+  vec bounded = x < -87.0f ? splat(-87.0f) : x;
+  // Rounds to the nearest integer.
+  vec shifted = fused(bounded, splat(1.44269504088896341f), splat(12582912.0f));
+  vec n = shifted - 12582912.0f;
+  vec r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), bounded));
+  vec p = splat(1.9875691500e-4f);
+  p = fused(p, r, splat(1.3981999507e-3f));
+  p = fused(p, r, splat(8.3334519073e-3f));
+  p = fused(p, r, splat(4.1665795894e-2f));
+  p = fused(p, r, splat(1.6666665459e-1f));
+  p = fused(p, r, splat(5.0000001201e-1f));
+  p = fused(p, r * r, r) + 1.0f;
+  ints bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   bits = (bits - 0x4b400000 + 127) << 23;
-  v16 power;
+  vec power;
   std::memcpy(&power, &bits, sizeof power);
-  return x < -87.0f ? v16{} : p * power;
+  return x < -87.0f ? vec{} : p * power;
 }
 
 // out[i][j] = x[i] . w[j] for MR rows and 4 * NQ columns: lanes run along K and are summed last.
@@ -75,20 +121,21 @@ template <int MR, int NQ = 1>
 inline void dots(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t depth,
                  v4 out[MR * NQ]) {
   constexpr int NC = 4 * NQ;
-  v16 acc[MR][NC] = {};
+  vec acc[MR][NC] = {};
   int64_t k = 0;
   for (; k + kLanes <= depth; k += kLanes) {
-    v16 b[NC];
+    vec b[NC];
     for (int j = 0; j < NC; ++j) b[j] = load(w + j * ldw + k);
     for (int i = 0; i < MR; ++i) {
-      v16 a = load(x + i * ldx + k);
-      for (int j = 0; j < NC; ++j) acc[i][j] += a * b[j];
+      vec a = load(x + i * ldx + k);
+      for (int j = 0; j < NC; ++j) acc[i][j] = fused(a, b[j], acc[i][j]);
     }
   }
   if (k < depth) {
     for (int i = 0; i < MR; ++i) {
-      v16 a = load_part(x + i * ldx + k, depth - k);
-      for (int j = 0; j < NC; ++j) acc[i][j] += a * load_part(w + j * ldw + k, depth - k);
+      vec a = load_part(x + i * ldx + k, depth - k);
+      for (int j = 0; j < NC; ++j)
+        acc[i][j] = fused(a, load_part(w + j * ldw + k, depth - k), acc[i][j]);
     }
   }
   for (int i = 0; i < MR; ++i)
@@ -96,12 +143,15 @@ inline void dots(const float* x, int64_t ldx, const float* w, int64_t ldw, int64
       out[i * NQ + q / 4] = sums(acc[i][q], acc[i][q + 1], acc[i][q + 2], acc[i][q + 3]);
 }
 
-// The same for up to six rows and up to four columns; missing columns repeat the last one.
+// Rows of a tile: their sums, four a row, stay in registers.
+constexpr int64_t kRowTile = kRegisters == 32 ? 6 : 3;
+
+// The same for up to kRowTile rows and up to four columns; missing columns repeat the last one.
 inline void dots_any(int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw,
                      int64_t columns, int64_t depth, v4* out) {
   if (columns < 4) {
     for (int64_t j = 0; j < columns; ++j) {
-      v4 one[6] = {};
+      v4 one[kRowTile] = {};
       dots_any(rows, x, ldx, w + j * ldw, 0, 4, depth, one);
       for (int64_t i = 0; i < rows; ++i) out[i][j] = one[i][0];
     }
@@ -110,14 +160,15 @@ inline void dots_any(int64_t rows, const float* x, int64_t ldx, const float* w, 
   switch (rows) {
     case 1: return dots<1>(x, ldx, w, ldw, depth, out);
     case 2: return dots<2>(x, ldx, w, ldw, depth, out);
-    case 3: return dots<3>(x, ldx, w, ldw, depth, out);
-    case 4: return dots<4>(x, ldx, w, ldw, depth, out);
-    case 5: return dots<5>(x, ldx, w, ldw, depth, out);
-    default: return dots<6>(x, ldx, w, ldw, depth, out);
+    case kRowTile: return dots<kRowTile>(x, ldx, w, ldw, depth, out);
+    default: break;
+  }
+  if constexpr (kRowTile == 6) {
+    if (rows == 3) return dots<3>(x, ldx, w, ldw, depth, out);
+    if (rows == 4) return dots<4>(x, ldx, w, ldw, depth, out);
+    if (rows == 5) return dots<5>(x, ldx, w, ldw, depth, out);
   }
 }
-
-constexpr int64_t kRowTile = 6;
 
 // out[rows][columns] = x w^T, a panel of w that fits the second-level cache.
 void panel(const float* x, int64_t ldx, int64_t rows, const float* w, int64_t ldw, int64_t columns,
@@ -125,9 +176,10 @@ void panel(const float* x, int64_t ldx, int64_t rows, const float* w, int64_t ld
   for (int64_t i = 0; i < rows; i += kRowTile) {
     int64_t m = std::min(kRowTile, rows - i), j = 0;
     // A row alone would wait for each sum: more columns keep more sums going.
-    for (; m == 1 && j + 16 <= columns; j += 16) {
-      v4 wide[4] = {};
-      dots<1, 4>(x + i * ldx, ldx, w + j * ldw, ldw, depth, wide);
+    constexpr int kWide = kRegisters / 8;
+    for (; m == 1 && j + 4 * kWide <= columns; j += 4 * kWide) {
+      v4 wide[kWide] = {};
+      dots<1, kWide>(x + i * ldx, ldx, w + j * ldw, ldw, depth, wide);
       std::memcpy(out + i * ldo + j, wide, sizeof wide);
     }
     for (; j < columns; j += 4) {
@@ -144,14 +196,14 @@ void panel(const float* x, int64_t ldx, int64_t rows, const float* w, int64_t ld
 template <int MR, int NV>
 inline void weigh(const float* p, int64_t ldp, const float* v, int64_t dim, int64_t tokens,
                   const float* decay, float* acc, int64_t lda) {
-  v16 sum[MR][NV];
+  vec sum[MR][NV];
   for (int i = 0; i < MR; ++i)
     for (int n = 0; n < NV; ++n) sum[i][n] = load(acc + i * lda + n * kLanes) * decay[i];
   for (int64_t t = 0; t < tokens; ++t) {
-    v16 b[NV];
+    vec b[NV];
     for (int n = 0; n < NV; ++n) b[n] = load(v + t * dim + n * kLanes);
     for (int i = 0; i < MR; ++i)
-      for (int n = 0; n < NV; ++n) sum[i][n] += p[i * ldp + t] * b[n];
+      for (int n = 0; n < NV; ++n) sum[i][n] = fused(splat(p[i * ldp + t]), b[n], sum[i][n]);
   }
   for (int i = 0; i < MR; ++i)
     for (int n = 0; n < NV; ++n) store(acc + i * lda + n * kLanes, sum[i][n]);
@@ -160,9 +212,10 @@ inline void weigh(const float* p, int64_t ldp, const float* v, int64_t dim, int6
 template <int NV>
 void weigh_rows(int64_t rows, const float* p, const float* v, int64_t dim, int64_t tokens,
                 const float* decay, float* acc) {
+  constexpr int kRows = kRegisters / 8;
   int64_t i = 0;
-  for (; i + 4 <= rows; i += 4)
-    weigh<4, NV>(p + i * kBlock, kBlock, v, dim, tokens, decay + i, acc + i * dim, dim);
+  for (; i + kRows <= rows; i += kRows)
+    weigh<kRows, NV>(p + i * kBlock, kBlock, v, dim, tokens, decay + i, acc + i * dim, dim);
   for (; i < rows; ++i)
     weigh<1, NV>(p + i * kBlock, kBlock, v, dim, tokens, decay + i, acc + i * dim, dim);
 }
@@ -178,9 +231,9 @@ void attend_block(const float* q, int64_t rows, int64_t dim, const float* keys,
     float top = best[i];
     for (int64_t t = 0; t < tokens; ++t) top = s[t] > top ? s[t] : top;
     decay[i] = std::exp(best[i] - top);
-    v16 part{};
+    vec part{};
     for (int64_t t = 0; t < kBlock; t += kLanes) {
-      v16 p = exp_nonpositive(load(s + t) - top);
+      vec p = exp_nonpositive(load(s + t) - top);
       store(s + t, p);
       part += p;
     }
@@ -332,11 +385,11 @@ void winnow_norm_rotate(const float* x, int64_t rows, int64_t heads, int64_t dim
     const int64_t row = n / heads, head = n % heads;
     const float* in = x + row * ldx + head * dim;
     float* to = out + row * ldo + head * dim;
-    v16 squares{};
+    vec squares{};
     int64_t k = 0;
-    for (; k + kLanes <= dim; k += kLanes) squares += load(in + k) * load(in + k);
-    v16 rest = load_part(in + k, dim - k);
-    squares += rest * rest;
+    for (; k + kLanes <= dim; k += kLanes) squares = fused(load(in + k), load(in + k), squares);
+    vec rest = load_part(in + k, dim - k);
+    squares = fused(rest, rest, squares);
     const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(dim) + eps);
     for (int64_t d = 0; d < dim; ++d) to[d] = in[d] * scale * (1.0f + weight[d]);
     const float *c = cosines + row * half, *s = sines + row * half;
@@ -352,21 +405,30 @@ void winnow_norm_rotate(const float* x, int64_t rows, int64_t heads, int64_t dim
 // (code * scale) exactly, times `global`, rounded once.
 void winnow_expand_nvfp4(const int64_t* codes, const int64_t* scales, int64_t blocks, int64_t dim,
                          const float* e4m3, float global, float* out, int threads) {
-  const v16 table = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
-                     -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-  const int64_t groups = kBlock * dim / kLanes;
+  typedef float group __attribute__((vector_size(64), aligned(4), may_alias));
+  typedef int32_t nibbles __attribute__((vector_size(64), aligned(4)));
+  const group table = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
+                       -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+  const int64_t groups = kBlock * dim / 16;
 #pragma omp parallel for num_threads(threads) if (blocks > 2)
   for (int64_t b = 0; b < blocks; ++b) {
     const uint8_t* code = reinterpret_cast<const uint8_t*>(codes[b]);
     const uint8_t* scale = reinterpret_cast<const uint8_t*>(scales[b]);
     for (int64_t g = 0; g < groups; ++g) {
-      i16 nibbles;
-      for (int k = 0; k < 8; ++k) {
-        nibbles[2 * k] = code[g * 8 + k] & 15;
-        nibbles[2 * k + 1] = code[g * 8 + k] >> 4;
+      float* to = out + (b * groups + g) * 16;
+      if constexpr (kLanes == 16) {
+        nibbles places;
+        for (int k = 0; k < 8; ++k) {
+          places[2 * k] = code[g * 8 + k] & 15;
+          places[2 * k + 1] = code[g * 8 + k] >> 4;
+        }
+        *reinterpret_cast<group*>(to) = __builtin_shuffle(table, places) * e4m3[scale[g]] * global;
+      } else {
+        for (int k = 0; k < 8; ++k) {
+          to[2 * k] = table[code[g * 8 + k] & 15] * e4m3[scale[g]] * global;
+          to[2 * k + 1] = table[code[g * 8 + k] >> 4] * e4m3[scale[g]] * global;
+        }
       }
-      v16 value = __builtin_shuffle(table, nibbles) * e4m3[scale[g]] * global;
-      store(out + (b * groups + g) * kLanes, value);
     }
   }
 }
@@ -401,13 +463,13 @@ void winnow_activation(const float* x, int64_t rows, int64_t width, float alpha,
     const float *gates = x + row * 2 * width, *ups = gates + width;
     for (int64_t k = 0; k < width; k += kLanes) {
       const int64_t count = std::min(kLanes, width - k);
-      v16 g = load_part(gates + k, count), u = load_part(ups + k, count);
+      vec g = load_part(gates + k, count), u = load_part(ups + k, count);
       g = g > limit ? splat(limit) : g;
       u = u > limit ? splat(limit) : u < -limit ? splat(-limit) : u;
-      v16 z = g * alpha;
-      v16 e = exp_nonpositive(z > 0.0f ? -z : z);
-      v16 sigmoid = (z > 0.0f ? splat(1.0f) : e) / (1.0f + e);
-      v16 y = g * sigmoid * (u + beta);
+      vec z = g * alpha;
+      vec e = exp_nonpositive(z > 0.0f ? -z : z);
+      vec sigmoid = (z > 0.0f ? splat(1.0f) : e) / (1.0f + e);
+      vec y = g * sigmoid * (u + beta);
       std::memcpy(out + row * width + k, &y, count * sizeof(float));
     }
   }

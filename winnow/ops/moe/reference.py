@@ -15,13 +15,16 @@ def route(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> tuple[Tensor, Tens
 
 def choose(logits: Tensor, bias: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     """From router logits fp32 [rows, experts] to `route`'s result."""
-    scores = torch.sigmoid(logits)
+    # Torch's fp32 sigmoid differs in its last bit between its vector loop and the loop's tail.
+    scores = torch.sigmoid(logits.double()).float()
     ranked = (scores + bias).nan_to_num(nan=float("-inf"))
     # A stable sort leaves equal scores in the order of their experts.
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     chosen = order[:, : spec.experts_per_token]
     share = scores.gather(1, chosen)
-    return chosen, share / share.sum(-1, keepdim=True) * spec.routed_scale
+    # Added one by one: torch's sum takes an order that depends on the number of rows.
+    total = sum(share[:, 1:].unbind(1), share[:, 0])
+    return chosen, share / total.unsqueeze(1) * spec.routed_scale
 
 
 def moe(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:
