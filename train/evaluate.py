@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,7 +42,7 @@ class Sizes:
     window: int = 16384
     windows: int = 24
     recall: tuple[int, ...] = (8192, 16384)
-    documents: int = 40
+    documents: int = 100
     batch_tokens: int = 65536
     exercises: int = 400
     text_windows: int = 1000
@@ -76,6 +77,17 @@ class Evaluation:
         }
         self._reference: list[Tensor] | None = None
 
+    def measures(self, first: State) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """The lines of a record, by name, and what measures each; `first` is full precision."""
+        native = cells()["kv nvfp4, index nvfp4"]
+        for name, state in cells().items():
+            yield name, partial(self.cell, state)
+        for name, state in (("model", first), ("nvfp4", native)):
+            yield f"text and arithmetic, state in {name}", partial(self.texts, state)
+
+    def texts(self, state: State) -> dict[str, Any]:
+        return {"bits_per_byte": self.bits_per_byte(state), "arithmetic": self.arithmetic(state)}
+
     @torch.no_grad()
     def cell(self, state: State) -> dict[str, Any]:
         """All measures of one way of serving."""
@@ -108,6 +120,7 @@ class Evaluation:
                          for q in range(4)],
         }  # fmt: skip
 
+    @torch.no_grad()
     def selections(self, state: State) -> dict[str, float]:
         """Mass held and overlap, on rows of some windows that see more blocks than they select."""
         ids = torch.from_numpy(
@@ -245,7 +258,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=BUILD / "run" / "quality.jsonl")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="a smoke test's sizes")
+    parser.add_argument("--share", default="1/1", metavar="K/N",
+                        help="every Nth line only, from the Kth: for N processes")  # fmt: skip
     args = parser.parse_args()
+    part, parts = (int(number) for number in args.share.split("/"))
     trainer, model = open_trainer(args.plan, 1.0, args.directory, args.device, 0)
     model.compile_layers(False)
     evaluation = Evaluation(model, trainer.source, SMALL if args.small else Sizes())
@@ -261,15 +277,13 @@ def main() -> None:
             out.flush()
             print(line[: line.index(', "run"')], flush=True)
 
-        write("trained", "full precision", {"held_out_loss": evaluation.loss(first)})
+        if part == 1:
+            write("trained", "full precision", {"held_out_loss": evaluation.loss(first)})
         quantise_weights(model)
-        native = cells()["kv nvfp4, index nvfp4"]
-        for name, state in cells().items():
-            write("shipped", name, evaluation.cell(state))
-        for name, state in (("model", first), ("nvfp4", native)):
-            write("shipped", f"text and arithmetic, state in {name}", {
-                "bits_per_byte": evaluation.bits_per_byte(state),
-                "arithmetic": evaluation.arithmetic(state)})  # fmt: skip
+        # Every part compares selections with those of full precision.
+        evaluation.selections(first)
+        for name, measure in [*evaluation.measures(first)][part - 1 :: parts]:
+            write("shipped", name, measure())
 
 
 def _device(name: str) -> str:

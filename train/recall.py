@@ -98,7 +98,7 @@ def needles(rng: Random, text: str) -> Sample:
     """Facts hidden in real text, then asked for as plain text."""
     hidden = facts(rng, num_facts(rng, len(text)))
     sample = Sample().add(hide(rng, hidden, text).rstrip() + "\n\n", FAINT)
-    return _ask(rng, sample, hidden, most=rng.choice((2, 4, 8, 12)))
+    return _ask(rng, sample, hidden, most=rng.choice((4, 8, 12, 24)))
 
 
 def listing(rng: Random, length: int) -> Sample:
@@ -130,7 +130,8 @@ def table(rng: Random, length: int) -> Sample:
 
 def _ask(rng: Random, sample: Sample, known: Sequence[Fact], most: int) -> Sample:
     asked = rng.sample(known, min(len(known), most))
-    style = rng.choice(("statement", "question", "answer"))
+    # Hardest is the question, whose answer does not begin with the key.
+    style = rng.choice(("statement", "question", "question", "answer"))
     for fact in asked:
         if style == "statement":
             sample.add(fact.statement, IGNORED).add(f" {fact.value}.\n", ANSWER)
