@@ -27,13 +27,12 @@ from winnow.ops.batch import Batch
 from winnow.ops.codec import reference as codec
 from winnow.ops.paged import Paged, read
 from winnow.ops.select_blocks.hopper import select_blocks
-from winnow.spec.formats import NVFP4
+from winnow.spec.formats import BF16, FORMATS, FP8, NVFP4, Format
 from winnow.spec.model import BLOCK_TOKENS
 
-ROW_BYTES = 1_822_720
+ROW_BYTES = {NVFP4: 1_822_720, FP8: 2_949_120, BF16: 2_949_120}
+"""Rows of bf16 would be twice as long, and 33,280 of them more than a GPU holds."""
 LAYERS = (0, 17, 38, 59)
-PIECE_BYTES = NVFP4.nbytes(BLOCK_TOKENS * 128)
-CODE_BYTES = NVFP4.code_bytes(BLOCK_TOKENS * 128)
 PAGES = 33_280
 HEADS, DIM, TOPK = 4, 128, 16
 L2_BYTES = 60 << 20
@@ -52,10 +51,14 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     warm: bool = False
 
-    @property
-    def num_bytes(self) -> int:
+    def num_bytes(self, stored: Format) -> int:
         """Index keys of the blocks that must be scored: each once, whatever the rows."""
-        return self.requests * ((self.tokens - 1) // BLOCK_TOKENS) * PIECE_BYTES
+        return self.requests * ((self.tokens - 1) // BLOCK_TOKENS) * piece_bytes(stored)
+
+
+def piece_bytes(stored: Format) -> int:
+    """One layer's index keys of a page."""
+    return stored.nbytes(BLOCK_TOKENS * DIM)
 
 
 SINGLE = tuple(Workload(1, n) for n in (8192, 32_768, 131_072, 524_288))
@@ -71,37 +74,42 @@ WORKLOADS = (
 )
 
 
-def index_keys() -> list[Paged]:
-    """Four layers of every page: random codes under scales of 1/4 to 15/8."""
-    rows = torch.empty(PAGES, ROW_BYTES, dtype=torch.uint8, device="cuda")
+def index_keys(stored: Format) -> list[Paged]:
+    """Four layers of every page: random codes, NVFP4's under scales of 1/4 to 15/8."""
+    row_bytes = ROW_BYTES[stored]
+    rows = torch.empty(PAGES, row_bytes, dtype=torch.uint8, device="cuda")
+    code_bytes = stored.code_bytes(DIM)
+    dtype = {NVFP4: torch.uint8, FP8: torch.float8_e4m3fn, BF16: torch.bfloat16}[stored]
     layers = []
     for layer in LAYERS:
-        start = layer * PIECE_BYTES
-        codes = rows[:, start : start + CODE_BYTES]
-        scales = rows[:, start + CODE_BYTES : start + PIECE_BYTES]
-        codes.copy_(torch.randint(256, codes.shape, dtype=torch.uint8, device="cuda"))
-        scales.copy_(torch.randint(0x28, 0x40, scales.shape, dtype=torch.uint8, device="cuda"))
+        start = layer * piece_bytes(stored)
 
-        def view(part: Tensor, width: int) -> Tensor:
+        def view(offset: int, width: int, start: int = start) -> Tensor:
             shape = (PAGES, 1, BLOCK_TOKENS, width)
-            return part.as_strided(shape, (ROW_BYTES, 0, width, 1), part.storage_offset())
+            return rows.as_strided(shape, (row_bytes, 0, width, 1), start + offset)
 
-        layers.append(
-            Paged(
-                NVFP4,
-                view(codes, DIM // 2),
-                view(scales, DIM // NVFP4.group).view(torch.float8_e4m3fn),
-            )
-        )
+        codes = view(0, code_bytes)
+        scales = None
+        if stored is BF16:
+            codes.view(dtype).normal_()
+        else:
+            codes.copy_(torch.randint(256, codes.shape, dtype=torch.uint8, device="cuda"))
+        if stored is FP8:
+            codes.bitwise_and_(0xBF)
+        if stored is NVFP4:
+            scales = view(BLOCK_TOKENS * code_bytes, DIM // NVFP4.group)
+            scales.copy_(torch.randint(0x28, 0x40, scales.shape, dtype=torch.uint8, device="cuda"))
+            scales = scales.view(torch.float8_e4m3fn)
+        layers.append(Paged(stored, codes.view(dtype), scales))
     return layers
 
 
-def batches(work: Workload) -> list[Batch]:
+def batches(work: Workload, stored: Format) -> list[Batch]:
     """Batches over disjoint pages, as many as there are pages or L2 asks for."""
     blocks = -(-work.tokens // BLOCK_TOKENS)
     pages = torch.randperm(PAGES, device="cuda")
     own = work.requests * blocks
-    wanted = -(-2 * L2_BYTES // (own * PIECE_BYTES * len(LAYERS)))
+    wanted = -(-2 * L2_BYTES // (own * piece_bytes(stored) * len(LAYERS)))
     count = 1 if work.warm else max(1, min(PAGES // own, wanted))
     rows = torch.arange(work.requests * work.rows, device="cuda")
     made = []
@@ -197,10 +205,12 @@ def main() -> None:
     parser.add_argument("--out", default=str(Path(__file__).with_name("h200-select-decode.jsonl")))
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--only", metavar="REQUESTSxTOKENS")
+    parser.add_argument("--format", choices=("nvfp4", "fp8", "bf16"), default="nvfp4")
     args = parser.parse_args()
+    stored = FORMATS[args.format]
     torch.manual_seed(0)
     bandwidth = read_bandwidth()
-    layers = index_keys()
+    layers = index_keys(stored)
     device = torch.cuda.get_device_properties(0)
     gpu = {"gpu": device.name, "multiprocessors": device.multi_processor_count}
     records = []
@@ -209,14 +219,17 @@ def main() -> None:
     for work in WORKLOADS:
         if args.only and args.only != f"{work.requests}x{work.tokens}":
             continue
-        queries, made = query_rows(work), batches(work)
+        if stored is BF16 and work.dtype is torch.float32:
+            continue
+        queries, made = query_rows(work), batches(work, stored)
         differ = check(queries, layers[0], made[0])
         samples = timed(calls_of(work, layers, queries, made))
-        us, floor = median(samples), work.num_bytes / bandwidth / 1e6
+        num_bytes = work.num_bytes(stored)
+        us, floor = median(samples), num_bytes / bandwidth / 1e6
         dtype = str(work.dtype).removeprefix("torch.")
         print(
             f"{work.requests} x {work.tokens}, {work.rows}, {dtype}{', L2 warm' * work.warm}: "
-            f"{us:.1f}, {floor:.1f}, {work.num_bytes / us / 1e6:.2f}, {floor / us:.0%}"
+            f"{us:.1f}, {floor:.1f}, {num_bytes / us / 1e6:.2f}, {floor / us:.0%}"
             + f", {differ} near ties"
             * bool(differ),
             flush=True,
@@ -234,16 +247,16 @@ def main() -> None:
                     "index_heads": HEADS,
                     "index_dim": DIM,
                     "topk": TOPK,
-                    "num_bytes": work.num_bytes,
+                    "num_bytes": num_bytes,
                 },
                 conditions={
-                    "formats": {"index": "nvfp4", "query": dtype},
+                    "formats": {"index": stored.name, "query": dtype},
                     "parallel": {"plan": "tp4", "devices": 1},
                     "acceptance": {"kind": "none"},
                     "latency_objective": None,
                     "concurrency": work.requests,
                     "cache_state": "keys in L2" if work.warm else "keys not in L2",
-                    "page_row_bytes": ROW_BYTES,
+                    "page_row_bytes": ROW_BYTES[stored],
                     "page_order": "random",
                     "timing": "CUDA graph replay over its calls",
                     "read_tb_s": round(bandwidth, 3),

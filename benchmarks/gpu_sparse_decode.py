@@ -1,10 +1,10 @@
 """Sparse attention of decode rows on a Hopper GPU, beside the read bandwidth of the same run.
 
-Pages are whole rows of MiniMax-M3.1's 60 layers, 82 GB of them, chosen at random; launches go
-from layer to layer as a step does, so that no launch finds its bytes in L2. Every size is compared
-with plain arithmetic first. Appends records to benchmarks/h200-sparse-decode.jsonl.
+Pages are whole rows of MiniMax-M3.1's 60 layers, up to 82 GB of them, chosen at random; launches
+go from layer to layer as a step does, so that no launch finds its bytes in L2. Every size is
+compared with plain arithmetic first. Appends records to benchmarks/h200-sparse-decode.jsonl.
 
-    python benchmarks/gpu_sparse_decode.py [--out FILE]
+    python benchmarks/gpu_sparse_decode.py [--format nvfp4|fp8|bf16] [--only REQUESTSxROWS]
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from winnow.ops.case import error
 from winnow.ops.codec import reference as codec
 from winnow.ops.paged import LayerPages, layer_pages, read
 from winnow.ops.sparse_attention import hopper
-from winnow.spec.formats import NVFP4
+from winnow.spec.formats import BF16, FORMATS, FP8, Format
 from winnow.spec.model import BLOCK_TOKENS
 from winnow.spec.page import RowLayout
 
 LAYERS, HEADS, KV_HEADS, DIM, TOPK = 60, 64, 4, 128, 16
 MULTIPROCESSORS = 132
-PAGES = 16384
+POOL_BYTES = 82 << 30
 SIZES = ((1, 1), (8, 1), (32, 1), (64, 1), (128, 1), (256, 1), (64, 4), (64, 8))
-"""Requests and their rows. Contexts are 32,768 tokens, or what 16,384 pages hold."""
+"""Requests and their rows. Contexts are 32,768 tokens, or what the pages hold."""
 TOLERANCE = 2.0**-8
-LAYOUT = RowLayout(LAYERS, tuple(range(LAYERS)), KV_HEADS, DIM, DIM, NVFP4, NVFP4)
 
 
 @dataclass(frozen=True)
@@ -47,22 +46,32 @@ class Work:
     out: Tensor
 
 
-def pool() -> Tensor:
-    """Rows of random codes; scales of 2^-2 to 2."""
-    rows = torch.empty(PAGES, LAYOUT.row_bytes, dtype=torch.uint8, device="cuda")
+def layout_of(kv: Format) -> RowLayout:
+    return RowLayout(LAYERS, tuple(range(LAYERS)), KV_HEADS, DIM, DIM, kv, kv)
+
+
+def pool(kv: Format) -> tuple[Tensor, list[LayerPages]]:
+    """Rows of random codes, finite and of moderate size, and their layers."""
+    layout = layout_of(kv)
+    num_pages = 1 << (POOL_BYTES // layout.row_bytes).bit_length() - 1
+    rows = torch.empty(num_pages, layout.row_bytes, dtype=torch.uint8, device="cuda")
     rows.view(torch.int64).random_(-(1 << 62), 1 << 62)
-    for layer in range(LAYERS):
-        pages = layer_pages(rows, LAYOUT, layer)
+    layers = [layer_pages(rows, layout, layer) for layer in range(LAYERS)]
+    for pages in layers:
         for paged in (pages.key, pages.value):
-            assert paged.scales is not None
-            scales = paged.scales.view(torch.uint8)
-            scales.copy_(torch.randint(0x28, 0x48, scales.shape, device="cuda").byte())
-    return rows
+            if paged.scales is not None:
+                scales = paged.scales.view(torch.uint8)
+                scales.copy_(torch.randint(0x28, 0x48, scales.shape, device="cuda").byte())
+            elif kv is FP8:  # exponents of 2^-8 to 1.75
+                paged.codes.view(torch.uint8).bitwise_and_(0xBF)
+            elif kv is BF16:
+                paged.codes.normal_()
+    return rows, layers
 
 
-def work(requests: int, rows_each: int, generator: torch.Generator) -> Work:
-    blocks = min(PAGES // requests, 256)
-    tables = torch.randperm(PAGES, generator=generator, device="cuda")[: requests * blocks]
+def work(num_pages: int, requests: int, rows_each: int, generator: torch.Generator) -> Work:
+    blocks = min(num_pages // requests, 256)
+    tables = torch.randperm(num_pages, generator=generator, device="cuda")[: requests * blocks]
     rows, kv_len = requests * rows_each, blocks * BLOCK_TOKENS
     last = torch.arange(kv_len - rows_each, kv_len, device="cuda")
     starts = torch.arange(0, rows + 1, rows_each, device="cuda")
@@ -124,15 +133,16 @@ def read_bandwidth() -> float:
     return data.nbytes / times[len(times) // 2] * 1e6
 
 
-def measure(rows: Tensor, requests: int, rows_each: int) -> tuple[list[float], float, int]:
+def measure(
+    num_pages: int, layers: list[LayerPages], requests: int, rows_each: int
+) -> tuple[list[float], float, int]:
     """Samples in microseconds, relative L2 error of some rows, splits."""
     generator = torch.Generator("cuda").manual_seed(requests)
-    sets = [work(requests, rows_each, generator) for _ in range(2)]
-    layers = [layer_pages(rows, LAYOUT, layer) for layer in range(LAYERS)]
+    sets = [work(num_pages, requests, rows_each, generator) for _ in range(2)]
     splits = hopper.splits_for(requests * rows_each * KV_HEADS, TOPK, MULTIPROCESSORS)
 
     def launch(i: int) -> None:
-        w = sets[i // LAYERS % 2]
+        w = sets[i % 2]
         hopper.attend(w.q, w.ids, w.batch, layers[i % LAYERS], w.out, splits)
 
     w, checked = sets[0], sorted({0, w_last := requests * rows_each - 1, w_last // 2})
@@ -141,23 +151,29 @@ def measure(rows: Tensor, requests: int, rows_each: int) -> tuple[list[float], f
     wrong = max(error(w.out[r].float(), plain(w, layers[0], r)) for r in checked)
     if not wrong <= TOLERANCE:
         raise SystemExit(f"{requests} x {rows_each}: relative error {wrong}, no time is reported")
-    return samples_us(launch, 2 * LAYERS if requests * rows_each < 32 else 16), wrong, splits
+    return samples_us(launch, LAYERS if requests * rows_each <= 64 else 20), wrong, splits
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     here = Path(__file__).parent
     parser.add_argument("--out", type=Path, default=here / "h200-sparse-decode.jsonl")
-    out = parser.parse_args(arguments).out
+    parser.add_argument("--format", choices=("nvfp4", "fp8", "bf16"), default="nvfp4")
+    parser.add_argument("--only", metavar="REQUESTSxROWS")
+    parser.add_argument("--commit", default=commit())
+    args = parser.parse_args(arguments)
+    out, kv = args.out, FORMATS[args.format]
     bandwidth = read_bandwidth()
-    rows = pool()
+    rows, layers = pool(kv)
     on = {**machine(torch.get_num_threads()), "gpu": torch.cuda.get_device_name()}
     records = []
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
     for requests, rows_each in SIZES:
-        times, wrong, splits = measure(rows, requests, rows_each)
+        if args.only and args.only != f"{requests}x{rows_each}":
+            continue
+        times, wrong, splits = measure(rows.shape[0], layers, requests, rows_each)
         num_rows = requests * rows_each
-        num_bytes = num_rows * TOPK * BLOCK_TOKENS * KV_HEADS * 2 * NVFP4.nbytes(DIM)
+        num_bytes = num_rows * TOPK * BLOCK_TOKENS * KV_HEADS * 2 * kv.nbytes(DIM)
         record = Record(
             level="kernel",
             what="sparse_attention decode",
@@ -166,20 +182,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             workload={
                 "requests": requests,
                 "rows_each": rows_each,
-                "kv_len": min(PAGES // requests, 256) * BLOCK_TOKENS,
+                "kv_len": min(rows.shape[0] // requests, 256) * BLOCK_TOKENS,
                 "heads": HEADS,
                 "kv_heads": KV_HEADS,
                 "head_dim": DIM,
                 "topk_blocks": TOPK,
             },
             conditions={
-                "formats": {"kv": "nvfp4"},
+                "formats": {"kv": kv.name},
                 "parallel": {"plan": "tp1", "devices": 1},
                 "acceptance": {"kind": "none"},
                 "cache_state": "K and V not in L2",
                 "concurrency": requests,
                 "latency_objective": None,
-                "page_row_bytes": LAYOUT.row_bytes,
+                "page_row_bytes": layout_of(kv).row_bytes,
                 "selection": "at random, the current block among it; pages at random",
                 "timing": "CUDA graph of launches on one layer after another; programmatic "
                 "dependent launch",
@@ -190,12 +206,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             },
             machine=on,
             software=software(),
-            commit=commit(),
+            commit=args.commit,
         )
         records.append(record)
         floor = num_bytes / bandwidth * 1e6
         print(
-            f"{requests:4} x {rows_each}: {record.median:7.1f} us, floor {floor:6.1f}, "
+            f"{kv.name} {requests:4} x {rows_each}: {record.median:7.1f} us, floor {floor:6.1f}, "
             f"{num_bytes / record.median / 1e6:5.2f} TB/s, splits {splits}, error {wrong:.1e}"
         )
     append(out, records)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from winnow.errors import UnsupportedError
 from winnow.ops.batch import Batch
-from winnow.ops.case import Case
+from winnow.ops.case import Case, to_device
 from winnow.ops.case_data import Filled, Tokens, eighths, filled, small_spec
 from winnow.ops.codec.elements import decode_e2m1
 from winnow.ops.cuda_build import build, compiler
@@ -27,7 +27,8 @@ needs_hopper = pytest.mark.skipif(
     reason="there is no Hopper GPU",
 )
 
-SERVED = [case for case in CASES if "index nvfp4" in case.name]
+FORMATS = ("nvfp4", "fp8", "bf16")
+SERVED = [case for case in CASES if any(f"index {name}" in case.name for name in FORMATS)]
 DECODE = (
     *(Tokens(n, 1) for n in (0, 1, 127, 128, 129, 1920, 2048, 2049, 2176, 2177, 8192, 40_001)),
     *(Tokens(n, 1) for n in (65_535, 131_072, 0)),
@@ -62,7 +63,8 @@ def test_a_code_moved_and_scaled_as_the_kernel_does_is_exact_in_fp16() -> None:
         ({"dim": 64}, "one of \\(128,\\), not 64"),
         ({"heads": 3}, "one of \\(1, 2, 4, 8\\), not 3"),
         ({"dtype": torch.float16}, "not torch.float16"),
-        ({"format": "fp8"}, "holds fp8: start with --index-format nvfp4"),
+        ({"format": "fp32"}, "holds fp32: start with --index-format nvfp4"),
+        ({"format": "bf16", "dtype": torch.float32}, "not torch.float32 over bf16"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason(
@@ -100,6 +102,44 @@ def test_long_and_ragged_batches_select_what_the_reference_selects(
     index_q, state = long_inputs(tokens, heads)
     inputs = (index_q.to(dtype), state.pages.index, state.batch, topk)
     assert torch.equal(on_gpu(*inputs), reference(*inputs))
+
+
+@needs_hopper
+@pytest.mark.parametrize("stored", ["fp8", "bf16"])
+@pytest.mark.parametrize("tokens", [DECODE, DECODE[10:11], VERIFY], ids=["decode", "one", "verify"])
+def test_wider_keys_select_what_the_reference_selects(
+    tokens: tuple[Tokens, ...], stored: str
+) -> None:
+    index_q, state = long_inputs(tokens, 4, stored)
+    inputs = (index_q.bfloat16(), state.pages.index, state.batch, 16)
+    assert torch.equal(on_gpu(*inputs), reference(*inputs))
+
+
+@needs_hopper
+@pytest.mark.parametrize("stored", FORMATS)
+def test_a_row_selects_the_same_whatever_rows_stand_beside_it(stored: str) -> None:
+    """Random values: sums that round, near ties among thousands of blocks."""
+    state = long_pages((Tokens(40_000, 8),), stored)
+    generator = torch.Generator().manual_seed(8)
+    assert state.pages.index is not None
+    index = to_gpu(state.pages.index)
+    codes = index.codes.view(torch.uint8)
+    codes.copy_(torch.randint(256, codes.shape, generator=generator, dtype=torch.uint8))
+    if stored != "nvfp4":
+        codes.bitwise_and_(0xBF)
+    index_q = torch.randn(8, 4, 128, generator=generator).bfloat16().cuda()
+    batch = batch_to_gpu(state.batch)
+    together = select_blocks(index_q, index, batch, 16)
+    for first, end in ((0, 1), (3, 4), (7, 8), (0, 2), (4, 8)):
+        rows = slice(first, end)
+        alone = replace(
+            batch,
+            positions=batch.positions[rows],
+            row_request=batch.row_request[rows],
+            row_starts=torch.tensor([0, end - first], device="cuda"),
+        )
+        got = select_blocks(index_q[rows].contiguous(), index, alone, 16)
+        assert torch.equal(got, together[rows])
 
 
 @needs_hopper
@@ -155,18 +195,20 @@ def test_ties_among_thousands_of_blocks_go_to_the_lowest_ids() -> None:
     assert got.tolist() == [[[*range(15), 139_999 // 128]] * 4]
 
 
-def long_inputs(tokens: tuple[Tokens, ...], heads: int) -> tuple[Tensor, Filled]:
+def long_inputs(
+    tokens: tuple[Tokens, ...], heads: int, stored: str = "nvfp4"
+) -> tuple[Tensor, Filled]:
     """Index queries and pages, the latter made once and only read."""
-    state = long_pages(tokens)
+    state = long_pages(tokens, stored)
     generator = torch.Generator().manual_seed(4)
     return eighths(generator, state.batch.num_rows, heads, small_spec().index_dim), state
 
 
 @cache
-def long_pages(tokens: tuple[Tokens, ...]) -> Filled:
+def long_pages(tokens: tuple[Tokens, ...], stored: str = "nvfp4") -> Filled:
     """Pages of narrow keys and values, so that long sequences are soon filled."""
     spec = replace(small_spec(), head_dim=16, rotary_dim=16)
-    return filled(tokens, "nvfp4", "nvfp4", seed=3, spec=spec)
+    return filled(tokens, "nvfp4", stored, seed=3, spec=spec)
 
 
 def on_gpu(index_q: Tensor, index: Paged | None, batch: Batch, topk: int) -> Tensor:
@@ -190,16 +232,7 @@ def strided_to_gpu(view: Tensor) -> Tensor:
 
 def to_gpu(index: Paged) -> Paged:
     """Codes and scales in one copy of their rows, as `layer_pages` would view them there."""
-    assert index.scales is not None
-    codes, scales = index.codes, index.scales
-    whole = torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage()).cuda()
-    return replace(
-        index,
-        codes=whole.as_strided(codes.shape, codes.stride(), codes.storage_offset()),
-        scales=whole.as_strided(scales.shape, scales.stride(), scales.storage_offset()).view(
-            torch.float8_e4m3fn
-        ),
-    )
+    return to_device(index, "cuda")
 
 
 def batch_to_gpu(batch: Batch) -> Batch:

@@ -18,7 +18,7 @@ from winnow.ops.paged import CacheScales, LayerPages, layer_pages, write
 from winnow.ops.sparse_attention import hopper
 from winnow.ops.sparse_attention.cases import random_ids
 from winnow.ops.sparse_attention.reference import sparse_attention
-from winnow.spec.formats import NVFP4
+from winnow.spec.formats import FORMATS
 from winnow.spec.page import RowLayout
 
 gpu = pytest.mark.skipif(
@@ -29,6 +29,7 @@ nvcc = pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
 
 SPEC = replace(small_spec(), num_heads=64, head_dim=128)
 TOPK = 16
+STORED = ("nvfp4", "fp8", "bf16")
 BF16 = 2.0**-8
 """Relative L2 error allowed of outputs in bf16; their rounding alone is about 2^-9.4."""
 WEIGHTS = 2.0**-11
@@ -50,22 +51,28 @@ class Inputs:
     pages: LayerPages
 
 
+def layout_of(stored: str) -> RowLayout:
+    return RowLayout.of(SPEC, FORMATS[stored], FORMATS[stored])
+
+
 def inputs(
-    tokens: tuple[Tokens, ...], scales: CacheScales | None = None, first_page: int = 1
+    tokens: tuple[Tokens, ...],
+    scales: CacheScales | None = None,
+    first_page: int = 1,
+    stored: str = "nvfp4",
 ) -> Inputs:
-    state = filled(tokens, "nvfp4", "nvfp4", spec=SPEC, first_page=first_page)
+    state = filled(tokens, stored, stored, spec=SPEC, first_page=first_page)
     generator = torch.Generator().manual_seed(29)
     q = torch.randn(state.batch.num_rows, SPEC.num_heads, SPEC.head_dim, generator=generator)
     ids = random_ids(state.batch, SPEC.num_kv_heads, TOPK, generator)
-    pages = layer_pages(state.rows, RowLayout.of(SPEC, NVFP4, NVFP4), LAYER, scales)
+    pages = layer_pages(state.rows, layout_of(stored), LAYER, scales)
     return Inputs(q.bfloat16(), ids, state.batch, pages)
 
 
 def on_gpu(x: Inputs) -> Inputs:
-    layout = RowLayout.of(SPEC, NVFP4, NVFP4)
-    codes = x.pages.key.codes
-    size = (codes.shape[0], layout.row_bytes)
-    rows = codes.as_strided(size, (layout.row_bytes, 1), 0).to("cuda")
+    layout = layout_of(x.pages.key.format.name)
+    storage = torch.empty(0, dtype=torch.uint8).set_(x.pages.key.codes.untyped_storage())
+    rows = storage.view(-1, layout.row_bytes).to("cuda")
     scales = CacheScales(x.pages.key.global_scale, x.pages.value.global_scale)
     batch = Batch(*(t.to("cuda") for t in vars(x.batch).values() if isinstance(t, Tensor)))
     return Inputs(x.q.to("cuda"), x.ids.to("cuda"), batch, layer_pages(rows, layout, LAYER, scales))
@@ -101,26 +108,31 @@ def check(x: Inputs) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_output_is_the_references_within_bf16_whatever_the_splits(name: str) -> None:
-    check(inputs(SEQUENCES[name]))
+def test_output_is_the_references_within_bf16_whatever_the_splits(name: str, stored: str) -> None:
+    check(inputs(SEQUENCES[name], stored=stored))
 
 
 @gpu
-def test_global_scales_of_k_and_v_count() -> None:
-    check(inputs(SEQUENCES["edges"], CacheScales(key=0.37, value=3.1)))
+@pytest.mark.parametrize("stored", STORED)
+def test_global_scales_of_k_and_v_count(stored: str) -> None:
+    scales = None if stored == "bf16" else CacheScales(key=0.37, value=3.1)
+    check(inputs(SEQUENCES["edges"], scales, stored=stored))
 
 
 @gpu
-def test_pages_beyond_two_gigabytes_are_found() -> None:
-    row_bytes = RowLayout.of(SPEC, NVFP4, NVFP4).row_bytes
-    check(inputs((Tokens(2000, 1), Tokens(3, 1)), first_page=(1 << 31) // row_bytes + 3))
+@pytest.mark.parametrize("stored", STORED)
+def test_pages_beyond_two_gigabytes_are_found(stored: str) -> None:
+    first = (1 << 31) // layout_of(stored).row_bytes + 3
+    check(inputs((Tokens(2000, 1), Tokens(3, 1)), first_page=first, stored=stored))
 
 
 @gpu
+@pytest.mark.parametrize("stored", ["nvfp4", "fp8"])
 @pytest.mark.parametrize(("factor", "key_scale"), [(50, 1), (2.0**40, 2.0**-40), (2.0**-100, 1)])
-def test_queries_of_any_size_keep_their_bits(factor: float, key_scale: float) -> None:
-    x = inputs(SEQUENCES["verify"], CacheScales(key=key_scale))
+def test_queries_of_any_size_keep_their_bits(factor: float, key_scale: float, stored: str) -> None:
+    x = inputs(SEQUENCES["verify"], CacheScales(key=key_scale), stored=stored)
     check(replace(x, q=x.q * factor))
 
 
@@ -131,8 +143,9 @@ def test_heads_far_apart_in_memory_are_read_in_place() -> None:
 
 
 @gpu
-def test_fewer_query_heads_than_the_instruction_has_rows() -> None:
-    x = inputs(SEQUENCES["verify"])
+@pytest.mark.parametrize("stored", STORED)
+def test_fewer_query_heads_than_the_instruction_has_rows(stored: str) -> None:
+    x = inputs(SEQUENCES["verify"], stored=stored)
     check(replace(x, q=x.q[:, :20].contiguous()))
 
 
@@ -150,9 +163,10 @@ def test_values_across_the_range_of_the_format_are_exact() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("part", ["key", "value"])
-def test_a_nan_stays_with_its_request(part: str) -> None:
-    x = inputs((Tokens(129, 1), Tokens(700, 1)))
+def test_a_nan_stays_with_its_request(part: str, stored: str) -> None:
+    x = inputs((Tokens(129, 1), Tokens(700, 1)), stored=stored)
     bad = torch.full((1, SPEC.num_kv_heads, SPEC.head_dim), float("nan"))
     page = x.batch.block_tables[:1, 0]
     write(codec, getattr(x.pages, part), bad, page, torch.zeros_like(page))

@@ -76,16 +76,20 @@ def test_an_op_of_two_kinds_of_kernels_says_which_serves_what_and_chooses_by_arg
     assert server(op) == f"{__name__} for numbers below 3, else {__name__}"
 
 
-def test_hopper_is_cuda_but_for_decode_over_nvfp4(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_has_kernels_of_its_own_before_those_of_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton")
     on_a_gpu(monkeypatch, (9, 0))
     hopper, cuda = kernels("hopper"), kernels("cuda")
     differing = {op for op, module in hopper.served_by().items() if module != cuda.served_by()[op]}
-    assert differing == {"select_blocks", "sparse_attention"}
-    assert hopper.served_by()["select_blocks"] == (
-        "winnow.ops.select_blocks.hopper for nvfp4 and up to 8 rows a request, "
-        "else winnow.ops.select_blocks.cuda"
+    attention = {"attention_inputs", "select_blocks", "sparse_attention", "dense_attention"}
+    assert differing == {"linear", "mlp", "moe", *attention}
+    assert hopper.served_by()["attention_inputs"] == (
+        "winnow.ops.attention_inputs.hopper for heads of 64 or 128 dims, "
+        "else winnow.ops.attention_inputs.cuda"
     )
+    assert all(hopper.served_by()[op].endswith(cuda.served_by()[op]) for op in differing)
     assert isinstance(hopper, Kernels)
 
 
@@ -95,11 +99,13 @@ def test_hopper_is_cuda_but_for_decode_over_nvfp4(monkeypatch: pytest.MonkeyPatc
         ("nvfp4", torch.bfloat16, 1, True),
         ("nvfp4", torch.bfloat16, 8, True),
         ("nvfp4", torch.bfloat16, 9, False),
-        ("fp8", torch.bfloat16, 1, False),
+        ("fp8", torch.bfloat16, 1, True),
+        ("bf16", torch.bfloat16, 8, True),
+        ("fp32", torch.bfloat16, 1, False),
         ("nvfp4", torch.float16, 1, False),
     ],
 )
-def test_the_decode_kernels_take_nvfp4_and_a_few_rows_a_request(
+def test_the_decode_kernels_take_cache_formats_and_a_few_rows_a_request(
     stored: str, dtype: torch.dtype, rows: int, taken: bool
 ) -> None:
     spec = replace(small_spec(16), head_dim=128, num_heads=64, rotary_dim=64)

@@ -19,7 +19,7 @@ from winnow.ops.case_data import mlp_weights, moe_weights, small_spec, weight
 from winnow.ops.linear.cuda import linear
 from winnow.ops.mlp.cuda import mlp
 from winnow.ops.moe.cuda import moe
-from winnow.ops.norm.cuda import norm
+from winnow.ops.norm.cuda import add_norm, norm
 from winnow.ops.sample import SampleRow
 from winnow.ops.sample.cuda import sample
 
@@ -44,6 +44,10 @@ def test_every_stage_of_sampling_equals_its_definition() -> None:
     interpreted("support.triton_layers:sampling")
 
 
+def test_ranks_are_the_same_where_a_row_has_too_many_candidates() -> None:
+    interpreted("support.triton_layers:whole_rows")
+
+
 def test_a_row_is_sampled_the_same_alone_and_in_a_batch() -> None:
     interpreted("support.triton_layers:alone")
 
@@ -64,7 +68,10 @@ def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
 
     with compiling(capability, built):
         norm(rows(2), torch.zeros(spec.hidden_size), 1e-6)
-        sample(torch.zeros(2, 99), [SampleRow(seed=0, index=0)] * 2)
+        add_norm(rows(2), rows(2), torch.zeros(spec.hidden_size), 1e-6)
+        for top_p in (1.0, 0.9):
+            asked = [SampleRow(seed=0, index=0, top_p=top_p)] * 2
+            sample(torch.zeros(2, 99), asked)
         mlp(rows(1), mlp_weights("bf16", generator, 64, spec.hidden_size), spec)
         for kind, count in PRODUCTS:
             linear(rows(count), weight(kind, generator, 64, spec.hidden_size))
@@ -72,6 +79,7 @@ def test_every_kernel_compiles_without_a_gpu(capability: int) -> None:
             moe(rows(count), moe_weights(kind, generator, spec), spec)
     names = {key[0] for key in built}
     assert names == {
-        "_norm", "_scan", "_activate", "_linear",
-        "_scores", "_choose", "_sort", "_gate_up", "_down", "_combine",
+        "_norm", "_add_norm", "_highest", "_most_likely", "_weigh", "_draw",
+        "_bin", "_count", "_gather", "_cut",
+        "_activate", "_linear", "_scores", "_choose", "_sort", "_gate_up", "_down", "_combine",
     }  # fmt: skip

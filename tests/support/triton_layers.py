@@ -15,7 +15,7 @@ from winnow.ops.case_data import moe_weights, small_spec
 from winnow.ops.moe import reference
 from winnow.ops.moe.cuda import moe
 from winnow.ops.moe.routing import route
-from winnow.ops.sample import SampleRow
+from winnow.ops.sample import SampleRow, ranks
 from winnow.ops.sample.cuda import sample
 
 NORM = (
@@ -24,6 +24,11 @@ NORM = (
     "weight of zeros",
     "non-contiguous",
     "zeros, tiny, inf, NaN, huge",
+    "sum, 0x96 bf16",
+    "sum, 1x96 bf16",
+    "sum, 3x6144 bf16",
+    "sum, zeros, tiny, inf, NaN, huge",
+    "sum, non-contiguous",
 )
 LINEAR = (
     *(f"{kind} {rows}x96 to 80 {dtype}" for kind in ("plain", "mxfp8", "nvfp4")
@@ -64,6 +69,12 @@ def experts() -> None:
 def sampling() -> None:
     cases: tuple[Case, ...] = import_module("winnow.ops.sample.cases").CASES
     _judge("sample", [case.name for case in cases if case.cost.num_bytes <= 4 * 8 * MOST_IDS])
+
+
+def whole_rows() -> None:
+    """What is done for a row whose candidates are more than there is room for."""
+    ranks.CANDIDATES = 8
+    _judge("sample", ["all filters", "top_p after top_k, ties", "equal logits"])
 
 
 def routing() -> None:
@@ -117,12 +128,11 @@ def alone() -> None:
 
 def _judge(op: str, names: Sequence[str]) -> None:
     cases = {case.name: case for case in import_module(f"winnow.ops.{op}.cases").CASES}
-    function = getattr(import_module(f"winnow.ops.{op}.cuda"), op)
-    definition = getattr(import_module(f"winnow.ops.{op}.reference"), op)
+    own, definition = (import_module(f"winnow.ops.{op}.{kind}") for kind in ("cuda", "reference"))
     failed = [
         verdict
-        for name in names
-        for verdict in judge(cases[name], function, definition)
+        for case in (cases[name] for name in names)
+        for verdict in judge(case, getattr(own, case.op), getattr(definition, case.op))
         if not verdict.passed
     ]
     assert not failed, "\n".join(map(str, failed))

@@ -45,14 +45,17 @@ def library(source: Path, signatures: Mapping[str, tuple[type, ...]]) -> ctypes.
 
 
 def build(source: Path) -> Path:
-    """The library file for this source, these flags and this compiler; needs no GPU."""
+    """The library file for this source, the headers (.cuh) beside it, these flags and this
+    compiler; needs no GPU."""
     command = compiler()
     if command is None:
         raise UnsupportedError(
             "the hopper backend needs nvcc once, to build its kernels: install the CUDA toolkit "
             "(12.4 or newer), or set NVCC to the compiler's path"
         )
-    parts = (source.read_text(), _version(command), " ".join(FLAGS))
+    headers = sorted(source.parent.glob("*.cuh"))
+    texts = (path.read_text() for path in (source, *headers))
+    parts = (*texts, _version(command), " ".join(FLAGS))
     key = hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "winnow"
     target = home / f"{source.parent.parent.name}-{source.stem}-{key}.so"

@@ -49,8 +49,8 @@ class Codec(Protocol):
 class Clipping:
     """Values written to a cache tensor, and how many were saturated to fit its format.
 
-    What a kernel on a GPU clipped is in `on_device`, int64 [1], until someone asks: `settled` waits
-    for the GPU, counting does not.
+    What kernels on a GPU clipped and wrote is in `on_device`, int64 [2], until someone asks:
+    `settled` waits for the GPU, counting does not. A replayed graph counts as the calls in it did.
     """
 
     written: int = 0
@@ -59,14 +59,14 @@ class Clipping:
 
     def settled(self) -> Clipping:
         """The counts so far, those on the device included."""
-        on_device = 0 if self.on_device is None else int(self.on_device)
-        return Clipping(self.written, self.clipped + on_device)
+        clipped, written = (0, 0) if self.on_device is None else self.on_device.tolist()
+        return Clipping(self.written + written, self.clipped + clipped)
 
     def counter(self, device: torch.device) -> Tensor:
-        """The count on the device, for a kernel to add to; made when first asked for, which must
-        be before a graph is captured."""
+        """The counts on the device, clipped and written, for a kernel to add to; made when first
+        asked for, which must be before a graph is captured."""
         if self.on_device is None:
-            self.on_device = torch.zeros(1, dtype=torch.int64, device=device)
+            self.on_device = torch.zeros(2, dtype=torch.int64, device=device)
         return self.on_device
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
-from typing import Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -23,10 +23,12 @@ from winnow.ops.linear import Linear
 from winnow.ops.mlp import Mlp
 from winnow.ops.moe import Moe
 from winnow.ops.native import compiler
-from winnow.ops.norm import Norm
+from winnow.ops.norm import AddNorm, Norm
 from winnow.ops.sample import Sample
 from winnow.ops.select_blocks import SelectBlocks
 from winnow.ops.sparse_attention import SparseAttention
+from winnow.ops.weights import AttentionWeights, MlpWeights, MoeWeights
+from winnow.spec.model import ModelSpec
 
 DEVICES = {"cpu": "cpu", "reference": "cpu", "cuda": "cuda", "hopper": "cuda"}
 """Where each backend's tensors lie."""
@@ -34,6 +36,7 @@ BACKENDS = tuple(DEVICES)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Part = TypeVar("Part", AttentionWeights, MlpWeights, MoeWeights)
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,26 @@ class ByCase(Generic[P, R]):
         return chosen(*args, **kwargs)
 
 
+class Prepare(Protocol):
+    """Once, after loading: the weights of one part of a layer in the form that a backend reads."""
+
+    def __call__(self, part: Part, spec: ModelSpec, dtype: torch.dtype) -> Part:
+        """`part` for activations in `dtype`. In place: what was given may not be used any more."""
+        ...
+
+
+def as_stored(part: Part, spec: ModelSpec, dtype: torch.dtype) -> Part:
+    """The form of a checkpoint."""
+    return part
+
+
 @dataclass(frozen=True)
 class Kernels:
-    """One callable an op, all of one backend."""
+    """One callable an op, all of one backend; `prepare` for their weights."""
 
     backend: str
     norm: Norm
+    add_norm: AddNorm
     linear: Linear
     attention_inputs: AttentionInputs
     select_blocks: SelectBlocks
@@ -67,10 +84,11 @@ class Kernels:
     mlp: Mlp
     moe: Moe
     sample: Sample
+    prepare: Prepare = as_stored
 
     def served_by(self) -> dict[str, str]:
         """The module that serves each op, or both of two and the case between them."""
-        ops = (f.name for f in fields(self) if f.name != "backend")
+        ops = (f.name for f in fields(self) if f.name not in ("backend", "prepare"))
         return {op: server(getattr(self, op)) for op in ops}
 
 
@@ -124,7 +142,7 @@ def _reference() -> Kernels:
     from winnow.ops.linear.reference import linear
     from winnow.ops.mlp.reference import mlp
     from winnow.ops.moe.reference import moe
-    from winnow.ops.norm.reference import norm
+    from winnow.ops.norm.reference import add_norm, norm
     from winnow.ops.sample.reference import sample
     from winnow.ops.select_blocks.reference import select_blocks
     from winnow.ops.sparse_attention.reference import sparse_attention
@@ -132,6 +150,7 @@ def _reference() -> Kernels:
     return Kernels(
         backend="reference",
         norm=norm,
+        add_norm=add_norm,
         linear=linear,
         attention_inputs=attention_inputs,
         select_blocks=select_blocks,
@@ -149,7 +168,7 @@ def _cpu() -> Kernels:
     from winnow.ops.linear.cpu import linear
     from winnow.ops.mlp.cpu import mlp
     from winnow.ops.moe.cpu import moe
-    from winnow.ops.norm.cpu import norm
+    from winnow.ops.norm.cpu import add_norm, norm
     from winnow.ops.sample.cpu import sample
     from winnow.ops.select_blocks.cpu import select_blocks
     from winnow.ops.sparse_attention.cpu import sparse_attention
@@ -157,6 +176,7 @@ def _cpu() -> Kernels:
     return Kernels(
         backend="cpu",
         norm=norm,
+        add_norm=add_norm,
         linear=linear,
         attention_inputs=attention_inputs,
         select_blocks=select_blocks,
@@ -174,7 +194,7 @@ def _cuda() -> Kernels:
     from winnow.ops.linear.cuda import linear
     from winnow.ops.mlp.cuda import mlp
     from winnow.ops.moe.cuda import moe
-    from winnow.ops.norm.cuda import norm
+    from winnow.ops.norm.cuda import add_norm, norm
     from winnow.ops.sample.cuda import sample
     from winnow.ops.select_blocks.cuda import select_blocks
     from winnow.ops.sparse_attention.cuda import sparse_attention
@@ -182,6 +202,7 @@ def _cuda() -> Kernels:
     return Kernels(
         backend="cuda",
         norm=norm,
+        add_norm=add_norm,
         linear=linear,
         attention_inputs=attention_inputs,
         select_blocks=select_blocks,
@@ -194,16 +215,79 @@ def _cuda() -> Kernels:
 
 
 def _hopper() -> Kernels:
+    from winnow.ops.attention_inputs import hopper as inputs
+    from winnow.ops.dense_attention import hopper as full
+    from winnow.ops.dense_attention import hopper_prefill as full_prefill
+    from winnow.ops.linear import hopper as products
+    from winnow.ops.mlp import hopper as dense
+    from winnow.ops.mlp.cuda import activation
+    from winnow.ops.moe import hopper as experts
     from winnow.ops.select_blocks import hopper as select
+    from winnow.ops.select_blocks import hopper_prefill as select_prefill
     from winnow.ops.sparse_attention import hopper as sparse
+    from winnow.ops.sparse_attention import hopper_prefill as prefill
 
     general = _cuda()
-    decode = "nvfp4 and up to 8 rows a request"
+    mxfp8 = "bf16 rows and mxfp8 weights in whole strips"
+    linear = ByCase(mxfp8, products.takes, products.linear, general.linear)
+    mlp = ByCase(mxfp8, dense.takes, dense.mlp(activation), general.mlp)
+    nvfp4 = "bf16 rows and nvfp4 experts in whole tiles"
+    decode = "up to 8 rows a request over nvfp4, fp8 or bf16"
     return replace(
         general,
         backend="hopper",
-        select_blocks=ByCase(decode, select.takes, select.select_blocks, general.select_blocks),
+        prepare=_prepare_for_hopper,
+        linear=linear,
+        mlp=mlp,
+        moe=ByCase(nvfp4, experts.takes, experts.moe(mlp), general.moe),
+        attention_inputs=ByCase(
+            "heads of 64 or 128 dims",
+            inputs.takes,
+            inputs.attention_inputs(linear, products.pair(linear)),
+            general.attention_inputs,
+        ),
+        select_blocks=ByCase(
+            decode,
+            select.takes,
+            select.select_blocks,
+            ByCase(
+                "more bf16 rows of 128 dims",
+                select_prefill.takes,
+                select_prefill.select_blocks,
+                general.select_blocks,
+            ),
+        ),
         sparse_attention=ByCase(
-            decode, sparse.takes, sparse.sparse_attention, general.sparse_attention
+            decode,
+            sparse.takes,
+            sparse.sparse_attention,
+            ByCase(
+                f"more, of {prefill.HEAD_DIM} dims and {prefill.GROUP} query heads a KV head",
+                prefill.takes,
+                prefill.sparse_attention,
+                general.sparse_attention,
+            ),
+        ),
+        dense_attention=ByCase(
+            f"nvfp4 and more than {full_prefill.MIN_ROWS_EACH} rows a request",
+            full_prefill.takes,
+            full_prefill.dense_attention,
+            ByCase("bf16 products", full.takes, full.dense_attention, general.dense_attention),
         ),
     )
+
+
+def _prepare_for_hopper(part: Part, spec: ModelSpec, dtype: torch.dtype) -> Part:
+    """Packed for tensor cores wherever hopper's own kernels, which take bf16, serve the part."""
+    from winnow.ops.linear.hopper import prepare as packed
+    from winnow.ops.moe.hopper import prepare as packed_experts
+
+    if dtype is not torch.bfloat16:
+        return part
+    if isinstance(part, MoeWeights):
+        moe = packed_experts(part, spec)
+        return replace(part, gate_up=moe.gate_up, down=moe.down, shared=moe.shared)
+    if isinstance(part, MlpWeights):
+        return replace(part, gate_up=packed(part.gate_up), down=packed(part.down))
+    index = None if part.index is None else packed(part.index)
+    return replace(part, qkv=packed(part.qkv), index=index, out=packed(part.out))

@@ -6,8 +6,11 @@ Leading axes (`...`) stack experts. N is the output width, K the input width (co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 from torch import Tensor
+
+from winnow.ops.fragments_mxfp8 import PackedMxfp8Weight
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,17 @@ class Nvfp4Weight:
     global_scales: Tensor
 
 
-Weight = PlainWeight | Mxfp8Weight | Nvfp4Weight
+@dataclass(frozen=True)
+class PackedNvfp4Weight:
+    """An `Nvfp4Weight` whose bytes are in the order of `winnow.ops.fragments`: the same three
+    tensors, of the same shapes, read by hopper's kernels only."""
+
+    codes: Tensor
+    scales: Tensor
+    global_scales: Tensor
+
+
+Weight = PlainWeight | Mxfp8Weight | Nvfp4Weight | PackedNvfp4Weight | PackedMxfp8Weight
 
 
 def tensors(weight: Weight) -> tuple[Tensor, ...]:
@@ -44,9 +57,11 @@ def tensors(weight: Weight) -> tuple[Tensor, ...]:
     match weight:
         case PlainWeight(data):
             return (data,)
-        case Mxfp8Weight(codes, scales):
+        case Mxfp8Weight(codes, scales) | PackedMxfp8Weight(codes, scales):
             return (codes, scales)
-        case Nvfp4Weight(codes, scales, global_scales):
+        case Nvfp4Weight(codes, scales, global_scales) | PackedNvfp4Weight(
+            codes, scales, global_scales
+        ):
             return (codes, scales, global_scales)
 
 
@@ -62,10 +77,13 @@ def shape(weight: Weight) -> tuple[int, ...]:
             return tuple(data.shape)
         case Mxfp8Weight(codes, _):
             return tuple(codes.shape)
-        case Nvfp4Weight(codes, _, _):
+        case PackedMxfp8Weight():
+            return weight.shape
+        case Nvfp4Weight(codes, _, _) | PackedNvfp4Weight(codes, _, _):
             return (*codes.shape[:-1], codes.shape[-1] * 2)
 
 
+@final
 @dataclass(frozen=True)
 class AttentionWeights:
     """`qkv` [(heads + 2 kv_heads) * head_dim, hidden], rows q, k, v; `index` [(index_heads + 1) *
@@ -81,6 +99,7 @@ class AttentionWeights:
     out: Weight
 
 
+@final
 @dataclass(frozen=True)
 class MlpWeights:
     """`gate_up` [2 * width, hidden], gate rows first; `down` [hidden, width]."""
@@ -89,6 +108,7 @@ class MlpWeights:
     down: Weight
 
 
+@final
 @dataclass(frozen=True)
 class MoeWeights:
     """`router` fp32 [experts, hidden]; `router_bias` fp32 [experts]; `gate_up` [experts, 2 *

@@ -36,7 +36,7 @@ def attention_inputs(
 ) -> tuple[Tensor, Tensor | None]:
     """See `winnow.ops.attention_inputs.AttentionInputs`; every tensor on one device.
 
-    What is clipped is counted on the device: `Clipping.settled` reads it.
+    What is written and clipped is counted on the device: `Clipping.settled` reads it.
     """
     rows = x.shape[0]
     qkv = linear(x, weights.qkv)
@@ -49,8 +49,8 @@ def attention_inputs(
         index_q = torch.empty(rows, index_heads, spec.index_dim, dtype=x.dtype, device=x.device)
     if not rows:
         return q, index_q
-    key, value = _written(pages.key, rows), _written(pages.value, rows)
-    keys = key if index is None or pages.index is None else _written(pages.index, rows)
+    key, value = _written(pages.key), _written(pages.value)
+    keys = key if index is None or pages.index is None else _written(pages.index)
     cos, sin = (table.contiguous() for table in rope)
     units = spec.num_heads + 2 * spec.num_kv_heads + (index_heads + 1 if index_heads else 0)
     in_tile = _TILE_ROWS if rows >= _MANY_ROWS else 1
@@ -68,10 +68,9 @@ def attention_inputs(
     return q, index_q
 
 
-def _written(paged: Paged, rows: int) -> tuple[Tensor, Tensor | None, int, int, float, Tensor]:
-    """Kernel arguments to write `rows` tokens into `paged`, which are counted here."""
+def _written(paged: Paged) -> tuple[Tensor, Tensor | None, int, int, float, Tensor]:
+    """Kernel arguments to write tokens into `paged`."""
     stored = Stored.of(paged)
-    paged.clipping.written += rows * paged.codes.shape[1] * paged.dim
     counter = paged.clipping.counter(paged.codes.device)
     return *stored[:4], paged.global_scale, counter
 
@@ -80,9 +79,9 @@ def _written(paged: Paged, rows: int) -> tuple[Tensor, Tensor | None, int, int, 
 def _norm_rotate_insert(
     qkv, index, q_norm, k_norm, index_q_norm, index_k_norm, cos, sin,
     positions, row_request, kv_lens, tables, table_stride, num_rows, eps, q_out, index_q_out,
-    key_codes, key_scales, key_page_stride, key_head_stride, key_global, key_clipped,
-    value_codes, value_scales, value_page_stride, value_head_stride, value_global, value_clipped,
-    index_codes, index_scales, index_page_stride, index_head_stride, index_global, index_clipped,
+    key_codes, key_scales, key_page_stride, key_head_stride, key_global, key_counts,
+    value_codes, value_scales, value_page_stride, value_head_stride, value_global, value_counts,
+    index_codes, index_scales, index_page_stride, index_head_stride, index_global, index_counts,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     INDEX_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr, HALF: tl.constexpr,
     KEY_FORMAT: tl.constexpr, VALUE_FORMAT: tl.constexpr, INDEX_FORMAT: tl.constexpr,
@@ -99,6 +98,12 @@ def _norm_rotate_insert(
     slot = position % BLOCK
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     index_width: tl.constexpr = (INDEX_HEADS + 1) * INDEX_DIM
+    if (tl.program_id(0) == 0) & (unit == 0):
+        tokens = tl.zeros((), tl.int64) + num_rows
+        tl.atomic_add(key_counts + 1, tokens * (KV_HEADS * DIM))
+        tl.atomic_add(value_counts + 1, tokens * (KV_HEADS * DIM))
+        if INDEX_HEADS > 0:
+            tl.atomic_add(index_counts + 1, tokens * INDEX_DIM)
     key_head = unit - HEADS
     value_head = key_head - KV_HEADS
     index_head = value_head - KV_HEADS
@@ -114,13 +119,13 @@ def _norm_rotate_insert(
                 dtype,
             ),
             key_codes, key_scales, page * key_page_stride + key_head * key_head_stride,
-            slot, real, key_global, key_clipped, DIM, KEY_FORMAT,
+            slot, real, key_global, key_counts, DIM, KEY_FORMAT,
         )  # fmt: skip
     elif index_head < 0:
         _insert(
             _load(qkv + unit * DIM, width, rows, real, tl.arange(0, DIM)),
             value_codes, value_scales, page * value_page_stride + value_head * value_head_stride,
-            slot, real, value_global, value_clipped, DIM, VALUE_FORMAT,
+            slot, real, value_global, value_counts, DIM, VALUE_FORMAT,
         )  # fmt: skip
     elif INDEX_HEADS > 0:
         index += index_head * INDEX_DIM
@@ -142,7 +147,7 @@ def _norm_rotate_insert(
                     dtype,
                 ),
                 index_codes, index_scales, page * index_page_stride,
-                slot, real, index_global, index_clipped, INDEX_DIM, INDEX_FORMAT,
+                slot, real, index_global, index_counts, INDEX_DIM, INDEX_FORMAT,
             )  # fmt: skip
 
 
@@ -188,7 +193,7 @@ def _normed(
 
 @triton.jit
 def _insert(
-    values, codes, scales, place, slot, real, global_scale, clipped,
+    values, codes, scales, place, slot, real, global_scale, counts,
     DIM: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Store `values` [R, DIM] at the slots of pages that begin `place` [R] elements in."""
@@ -212,4 +217,4 @@ def _insert(
     if FORMAT == "nvfp4" or FORMAT == "fp8":
         lost = tl.sum(tl.sum(tl.where(mask, beyond, 0), 1), 0)
         if lost > 0:
-            tl.atomic_add(clipped, lost.to(tl.int64))
+            tl.atomic_add(counts, lost.to(tl.int64))

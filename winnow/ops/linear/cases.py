@@ -9,7 +9,7 @@ import torch
 
 from winnow.ops.case import Case, Cost
 from winnow.ops.case_data import DTYPES, TOLERANCE, weight
-from winnow.ops.weights import tensors
+from winnow.ops.weights import Mxfp8Weight, tensors
 
 
 def _inputs(kind: str, dtype: torch.dtype, rows: int, n: int, k: int, fault: str) -> dict[str, Any]:
@@ -19,11 +19,15 @@ def _inputs(kind: str, dtype: torch.dtype, rows: int, n: int, k: int, fault: str
         x[1, 3], x[2, 5] = float("nan"), float("inf")
     if fault == "non-contiguous":
         x = torch.randn(k, 2 * rows, generator=generator).T[::2]
+    if fault == "rows of all sizes":
+        x *= 2.0 ** torch.linspace(-60, 60, rows)[:, None].round()
     plain = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-    return {
-        "x": x.to(dtype),
-        "weight": weight(plain if kind == "plain" else kind, generator, n, k),
-    }
+    made = weight(plain if kind == "plain" else kind, generator, n, k)
+    if fault == "nan and zero weights":
+        assert isinstance(made, Mxfp8Weight)
+        made.codes[: n // 2, :32].zero_()
+        made.scales[: n // 2, 0], made.scales[n - 1, -1] = 0, 255
+    return {"x": x.to(dtype), "weight": made}
 
 
 def _case(kind: str, name: str, rows: int, n: int = 80, k: int = 96, fault: str = "") -> Case:
@@ -48,6 +52,22 @@ CASES = (
     ),
     *(_case(kind, "fp32", 3, n=33, k=1120) for kind in ("plain", "mxfp8", "nvfp4")),
     _case("mxfp8", "fp32", 2, n=3000, k=512),
+    # Widths of whole strips and pieces: a packed form exists (winnow.ops.fragments_mxfp8).
+    *(
+        _case("mxfp8", "bf16", rows, n, k)
+        for n, k in ((80, 384), (144, 1152))
+        for rows in (1, 7, 8, 9, 16, 17, 33, 64, 65, 129)
+    ),
+    *(
+        _case("mxfp8", "bf16", 5, n=80, k=384, fault=fault)
+        for fault in (
+            "nan and inf",
+            "non-contiguous",
+            "rows of all sizes",
+            "nan and zero weights",
+        )
+    ),
+    _case("mxfp8", "bf16", 9, n=16, k=128),
     _case("plain", "fp32", 4, fault="nan and inf"),
     _case("nvfp4", "fp32", 5, fault="non-contiguous"),
 )

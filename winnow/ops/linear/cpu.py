@@ -25,6 +25,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     """See `winnow.ops.linear.Linear`."""
     if isinstance(weight, PlainWeight):
         return _product(x, weight.data)
+    assert isinstance(weight, Mxfp8Weight | Nvfp4Weight), "weights are packed for a GPU"
     width, depth = shape(weight)
     out = x.new_empty(x.shape[0], width)
     step = max(1, _TILE_VALUES // depth)

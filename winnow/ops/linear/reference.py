@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from winnow.ops import fragments, fragments_mxfp8
 from winnow.ops.codec import reference as codec
-from winnow.ops.weights import Mxfp8Weight, Nvfp4Weight, PlainWeight, Weight
+from winnow.ops.fragments_mxfp8 import PackedMxfp8Weight
+from winnow.ops.weights import Mxfp8Weight, Nvfp4Weight, PackedNvfp4Weight, PlainWeight, Weight
 
 
 def dequantise(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -16,6 +18,10 @@ def dequantise(weight: Weight, dtype: torch.dtype) -> Tensor:
             return codec.dequantise_mxfp8(codes, scales, dtype)
         case Nvfp4Weight(codes, scales, global_scales):
             return codec.dequantise_nvfp4(codes, scales, global_scales.unsqueeze(-1), dtype)
+        case PackedMxfp8Weight():
+            return dequantise(Mxfp8Weight(*fragments_mxfp8.unpack(weight)), dtype)
+        case PackedNvfp4Weight():
+            return dequantise(fragments.unpack(weight), dtype)
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:

@@ -17,15 +17,19 @@ _BLOCK = 1024
 
 def mlp(x: Tensor, weights: MlpWeights, spec: ModelSpec) -> Tensor:
     """See `winnow.ops.mlp.Mlp`."""
-    gate_up = linear(x, weights.gate_up)
+    return linear(activation(linear(x, weights.gate_up), spec), weights.down)
+
+
+def activation(gate_up: Tensor, spec: ModelSpec) -> Tensor:
+    """[rows, 2 * width] -> [rows, width]; the formula of `winnow.ops.mlp.Mlp`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    hidden = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _activate[(rows, triton.cdiv(width, _BLOCK))](
-            gate_up, hidden, spec.swiglu_alpha, spec.swiglu_limit, spec.swiglu_beta,
+            gate_up, out, spec.swiglu_alpha, spec.swiglu_limit, spec.swiglu_beta,
             WIDTH=width, BLOCK=_BLOCK,
         )  # fmt: skip
-    return linear(hidden, weights.down)
+    return out
 
 
 @triton.jit

@@ -9,14 +9,33 @@ from typing import Any
 import torch
 
 from winnow.ops.case import Case, Cost
-from winnow.ops.case_data import DTYPES, TOLERANCE, moe_weights, small_spec
+from winnow.ops.case_data import DTYPES, TOLERANCE, mlp_weights, moe_weights, small_spec
+from winnow.ops.weights import MoeWeights
+from winnow.spec.model import ModelSpec
+
+
+def _spec(kind: str) -> ModelSpec:
+    """Of `mixed` the widths are whole tiles of packed weights."""
+    spec = small_spec()
+    if kind != "mixed":
+        return spec
+    return replace(spec, hidden_size=384, expert_width=256, shared_width=128)
+
+
+def _weights(kind: str, generator: torch.Generator, spec: ModelSpec) -> MoeWeights:
+    """`mixed`: as in a mixed checkpoint, NVFP4 experts and a shared one in MXFP8."""
+    if kind != "mixed":
+        return moe_weights(kind, generator, spec)
+    weights = moe_weights("nvfp4", generator, spec)
+    shared = mlp_weights("mxfp8", generator, spec.shared_width, spec.hidden_size)
+    return replace(weights, shared=shared)
 
 
 def _inputs(kind: str, dtype: torch.dtype, rows: int, fault: str) -> dict[str, Any]:
-    spec = small_spec()
+    spec = _spec(kind)
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, spec.hidden_size, generator=generator)
-    weights = moe_weights(kind, generator, spec)
+    weights = _weights(kind, generator, spec)
     if fault == "beyond the limit":
         x *= 40.0
     if fault == "one row of NaN":
@@ -31,7 +50,7 @@ def _inputs(kind: str, dtype: torch.dtype, rows: int, fault: str) -> dict[str, A
 
 
 def _case(kind: str, name: str, rows: int, fault: str = "") -> Case:
-    spec = small_spec()
+    spec = _spec(kind)
     values = 3 * spec.expert_width * spec.hidden_size
     return Case(
         op="moe",
@@ -55,5 +74,15 @@ CASES = (
     _case("fp32", "fp32", 5, "ties"),
     _case("fp32", "fp32", 33, "all to the same experts"),
     _case("fp32", "fp32", 4, "one row of NaN"),
+    *(_case("mixed", "bf16", rows) for rows in (0, 1, 9, 65)),
+    *(
+        _case("mixed", "bf16", rows, fault)
+        for rows, fault in (
+            (5, "ties"),
+            (33, "all to the same experts"),
+            (4, "one row of NaN"),
+            (6, "beyond the limit"),
+        )
+    ),
     *(_case(kind, "fp32", 6, "beyond the limit") for kind in ("fp32", "mxfp8", "nvfp4")),
 )

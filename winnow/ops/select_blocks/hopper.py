@@ -20,10 +20,11 @@ from winnow.errors import UnsupportedError
 from winnow.ops.batch import Batch
 from winnow.ops.cuda_build import library
 from winnow.ops.paged import Paged
-from winnow.spec.formats import NVFP4
+from winnow.spec.formats import BF16
 
 SOURCE = Path(__file__).parent / "csrc" / "decode.cu"
 
+FORMATS = {"bf16": 1, "fp8": 2, "nvfp4": 3}
 INDEX_DIM = 128
 MAX_TOPK = 16
 MAX_REQUESTS = 2048
@@ -36,7 +37,7 @@ _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
     "winnow_select_decode_stride": (_I, _I),
     "winnow_select_decode": (
-        *(_P, _P, _N),
+        *(_P, _P, _N, _I),
         *(_P, _N, _N, _I, _I, _I, _I),
         *(_P, _P, _P, _P, _P, _N, _I),
         *(_I, _I, _P, _I, _P, _I, _P),
@@ -52,18 +53,18 @@ def _library() -> ctypes.CDLL:
 def select_blocks(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Tensor:
     """See `winnow.ops.select_blocks.SelectBlocks`; every tensor on one CUDA device.
 
-    Index keys are NVFP4, index queries bf16 or fp32. Their global scale is left out: it is
-    positive, so it changes no order. Scores are fp32 sums in another order than the reference's,
-    and in one order for up to 8 query columns a request, in another for more: where two blocks'
-    scores differ by rounding alone, either may be selected. UnsupportedError for what the kernels
-    do not take.
+    Index keys are NVFP4, fp8 or bf16, index queries bf16 or, but for bf16 keys, fp32. The keys'
+    global scale is left out: it is positive, so it changes no order. Scores are fp32 sums in
+    another order than the reference's, the same however many rows a request has: where two
+    blocks' scores differ by rounding alone, either may be selected. UnsupportedError for what the
+    kernels do not take.
     """
-    rows, heads, dim = index_q.shape
-    codes, scales = _keys(index)
+    rows, heads = index_q.shape[:2]
     max_blocks = batch.block_tables.shape[1]
-    refusal = _refusal(index_q, heads, dim, topk, batch.num_requests, max_blocks)
+    refusal = _refusal(index_q, index, topk, batch.num_requests, max_blocks)
     if refusal is not None:
         raise UnsupportedError(refusal)
+    _check_keys(index)
     _check_batch(batch)
     ids = torch.empty(rows, heads, topk, dtype=torch.int32, device=index_q.device)
     if not rows:
@@ -74,7 +75,8 @@ def select_blocks(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Ten
     scores = torch.empty(rows * heads, stride, dtype=torch.float32, device=index_q.device)
     wide = index_q.dtype is torch.float32
     error = _library().winnow_select_decode(
-        codes.data_ptr(), scales.data_ptr(), codes.stride(0),
+        index.codes.data_ptr(), None if index.scales is None else index.scales.data_ptr(),
+        index.codes.stride(0) * index.codes.itemsize, FORMATS[index.format.name],
         index_q.data_ptr(), index_q.stride(0), index_q.stride(1), rows, heads, wide,
         _tiles(rows / batch.num_requests * heads, wide),
         batch.positions.data_ptr(), batch.row_request.data_ptr(), batch.row_starts.data_ptr(),
@@ -87,27 +89,20 @@ def select_blocks(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Ten
 
 
 def takes(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> bool:
-    """Whether the kernels serve these arguments, and fast: decode over NVFP4 keys."""
-    rows, heads, dim = index_q.shape
-    limits = (index_q, heads, dim, topk, batch.num_requests, batch.block_tables.shape[1])
-    decode = rows <= MAX_ROWS * batch.num_requests
-    return index.format is NVFP4 and decode and _refusal(*limits) is None
+    """Whether the kernels serve these arguments, and fast: decode."""
+    limits = (index_q, index, topk, batch.num_requests, batch.block_tables.shape[1])
+    return index_q.shape[0] <= MAX_ROWS * batch.num_requests and _refusal(*limits) is None
 
 
-def _keys(index: Paged) -> tuple[Tensor, Tensor]:
-    """Codes and scales; the kernel's copies take tokens one after another, 16-byte aligned."""
-    if index.format is not NVFP4 or index.scales is None:
-        raise UnsupportedError(
-            f"the hopper backend reads nvfp4 index keys, this cache holds {index.format.name}: "
-            "start with --index-format nvfp4"
-        )
-    codes, scales = index.codes, index.scales
-    for part in (codes, scales):
-        if part.stride(2) != part.shape[3] or (part.data_ptr() | part.stride(0)) % 16:
+def _check_keys(index: Paged) -> None:
+    """The kernel's copies take tokens one after another, 16-byte aligned."""
+    parts = [index.codes] if index.scales is None else [index.codes, index.scales]
+    for part in parts:
+        row_bytes = part.stride(0) * part.itemsize
+        if part.stride(2) != part.shape[3] or (part.data_ptr() | row_bytes) % 16:
             raise ValueError(f"index keys of strides {part.stride()} are not a page row's")
-    if codes.stride(0) != scales.stride(0):
+    if len({part.stride(0) for part in parts}) > 1:
         raise ValueError("codes and scales of the index keys are not of one page row")
-    return codes, scales
 
 
 def _aligned(index_q: Tensor) -> Tensor:
@@ -130,13 +125,20 @@ def _check_batch(batch: Batch) -> None:
 
 
 def _refusal(
-    index_q: Tensor, heads: int, dim: int, topk: int, num_requests: int, max_blocks: int
+    index_q: Tensor, index: Paged, topk: int, num_requests: int, max_blocks: int
 ) -> str | None:
     """What the kernels do not take of these, in one sentence."""
-    if index_q.dtype not in (torch.bfloat16, torch.float32):
+    _, heads, dim = index_q.shape
+    if index.format.name not in FORMATS:
         return (
-            f"the hopper backend takes bf16 or fp32 index queries, not {index_q.dtype}: "
-            "serve the model in bfloat16"
+            f"the hopper backend reads index keys in {', '.join(FORMATS)}, this cache holds "
+            f"{index.format.name}: start with --index-format nvfp4"
+        )
+    narrow = index.format is BF16
+    if index_q.dtype not in ((torch.bfloat16,) if narrow else (torch.bfloat16, torch.float32)):
+        return (
+            f"the hopper backend takes bf16 or fp32 index queries, and bf16 over bf16 keys, not "
+            f"{index_q.dtype} over {index.format.name}: serve the model in bfloat16"
         )
     for what, given, allowed in (
         ("an index dimension", dim, (INDEX_DIM,)),

@@ -1,7 +1,8 @@
 """`sparse_attention` on Hopper: one launch in CUDA C++, clusters of CTAs for rows and KV heads.
 
-Serves bf16 queries over an NVFP4 cache. Made for decode: rows of one request that select the same
-block read it twice, from L2. Reads lengths and tables on the device, so a CUDA graph may hold it.
+Serves bf16 queries over a cache in NVFP4, fp8 or bf16. Made for decode: rows of one request that
+select the same block read it twice, from L2. Reads lengths and tables on the device, so a CUDA
+graph may hold it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from winnow.errors import UnsupportedError
 from winnow.ops.batch import Batch
 from winnow.ops.cuda_build import library
 from winnow.ops.paged import LayerPages
-from winnow.spec.formats import NVFP4
 from winnow.spec.model import BLOCK_TOKENS
 
 SOURCE = Path(__file__).parent / "csrc" / "decode.cu"
@@ -30,19 +30,21 @@ MAX_TOPK = 32
 MAX_ROWS = 8
 """A request, on average, for which the kernel is made."""
 SPLITS = (1, 2, 4, 8, 16)
+_FORMATS = {"bf16": 1, "fp8": 2, "nvfp4": 3}
 
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "winnow_sparse_decode": (
-        *(_P, _N, _N, _P, _P, _P, _P, _P, _N, _P, _N, _N, _P, _I),
-        *(_N, _I, _I, _I, _F, _F, _I, _I, _P),
+        *(_P, _N, _N, _P, _P, _P, _P, _P, _N, _P, _N, _N, _I, _P, _I),
+        *(_N, _I, _I, _I, _F, _F, _I, _P),
     )
 }
 
 
 def sparse_attention(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) -> Tensor:
     """See `winnow.ops.sparse_attention.SparseAttention`; UnsupportedError for other than bf16
-    queries of 128 dims over NVFP4 pages, 16 query heads a KV head and 32 blocks at most."""
+    queries of 128 dims over NVFP4, fp8 or bf16 pages, 16 query heads a KV head and 32 blocks at
+    most."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rows, kv_heads, topk = ids.shape
     splits = splits_for(rows * kv_heads, topk, _multiprocessors(q.device))
@@ -51,7 +53,7 @@ def sparse_attention(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) ->
 
 
 def takes(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) -> bool:
-    """Whether the kernel serves these arguments, and fast: decode over an NVFP4 cache."""
+    """Whether the kernel serves these arguments, and fast: decode."""
     group, topk = q.shape[1] // ids.shape[1], ids.shape[2]
     return q.shape[0] <= MAX_ROWS * batch.num_requests and _refusal(q, pages, group, topk) is None
 
@@ -80,10 +82,11 @@ def attend(
     error = _library().winnow_sparse_decode(
         q.data_ptr(), q.stride(0), q.stride(1), ids.data_ptr(), batch.positions.data_ptr(),
         batch.row_request.data_ptr(), batch.kv_lens.data_ptr(), tables.data_ptr(), tables.shape[1],
-        codes.data_ptr(), codes.stride(0), codes.stride(1), out.data_ptr(),
-        out.dtype is torch.float32, rows, kv_heads, heads // kv_heads, topk,
+        codes.data_ptr(), codes.stride(0) * codes.itemsize, codes.stride(1) * codes.itemsize,
+        _FORMATS[pages.key.format.name], out.data_ptr(), out.dtype is torch.float32,
+        rows, kv_heads, heads // kv_heads, topk,
         math.log2(math.e) * dim**-0.5 * pages.key.global_scale, pages.value.global_scale, splits,
-        _multiprocessors(q.device), torch.cuda.current_stream(q.device).cuda_stream,
+        torch.cuda.current_stream(q.device).cuda_stream,
     )  # fmt: skip
     if error:
         raise RuntimeError(f"sparse decode did not launch: CUDA error {error}")
@@ -102,10 +105,11 @@ def _library() -> ctypes.CDLL:
 def _refusal(q: Tensor, pages: LayerPages, group: int, topk: int) -> str | None:
     """What the kernel does not take of these, in one sentence."""
     key, value = pages.key, pages.value
-    if q.dtype is not torch.bfloat16 or key.format is not NVFP4 or value.format is not NVFP4:
+    stored = key.format.name
+    if q.dtype is not torch.bfloat16 or value.format is not key.format or stored not in _FORMATS:
         return (
-            f"hopper's sparse attention takes bf16 queries and an nvfp4 cache, not {q.dtype} and "
-            f"{key.format.name}: use --kv-format nvfp4, or --backend cuda"
+            f"hopper's sparse attention takes bf16 queries and a cache in {', '.join(_FORMATS)}, "
+            f"not {q.dtype} and {stored}: serve the model in bfloat16, or use --backend cuda"
         )
     if q.shape[-1] != HEAD_DIM or group > MAX_GROUP or topk > MAX_TOPK:
         return (
@@ -121,10 +125,10 @@ def _check(q: Tensor, pages: LayerPages, group: int, topk: int) -> None:
     if refusal is not None:
         raise UnsupportedError(refusal)
     key, value = pages.key, pages.value
-    assert key.scales is not None
-    assert value.scales is not None
     parts = (key.codes, key.scales, value.codes, value.scales)
-    starts = [part.data_ptr() - key.codes.data_ptr() for part in parts]
-    codes, scales = NVFP4.code_bytes(HEAD_DIM), NVFP4.scale_bytes(HEAD_DIM)
-    piece = [0, codes, codes + scales, 2 * codes + scales]
+    starts = [part.data_ptr() - key.codes.data_ptr() for part in parts if part is not None]
+    codes, scales = key.format.code_bytes(HEAD_DIM), key.format.scale_bytes(HEAD_DIM)
+    piece = [0, codes + scales]
+    if scales:
+        piece = [0, codes, codes + scales, 2 * codes + scales]
     assert starts == [BLOCK_TOKENS * n for n in piece], "K and V are not one piece of a row"

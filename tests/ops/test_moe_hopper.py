@@ -1,0 +1,191 @@
+"""Hopper's experts for few rows against the reference; without a GPU, what they take, how weights
+are prepared, and the build."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from winnow.errors import UnsupportedError
+from winnow.ops import cuda_build
+from winnow.ops.case import error, to_device
+from winnow.ops.case_data import mlp_weights, moe_weights, small_spec
+from winnow.ops.fragments_mxfp8 import PackedMxfp8Weight
+from winnow.ops.linear.reference import dequantise
+from winnow.ops.moe import hopper
+from winnow.ops.moe.reference import moe as reference
+from winnow.ops.weights import MoeWeights, PackedNvfp4Weight, tensors
+from winnow.spec.model import ModelSpec
+
+gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs an H100 or H200",
+)
+nvcc = pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
+
+TOLERANCE = 2.0**-7
+"""Relative L2 error of outputs in bf16; the reference rounds weights and hidden values to bf16."""
+TUNINGS = tuple(
+    hopper.Tuning(*numbers)
+    for numbers in ((8, 8, 8), (8, 16, 16), (1, 8, 8), (1, 16, 32), (1, 32, 32))
+)
+
+
+def spec_of(hidden: int, width: int, shared: int, experts: int = 8, taken: int = 4) -> ModelSpec:
+    return replace(
+        small_spec(),
+        hidden_size=hidden,
+        expert_width=width,
+        shared_width=shared,
+        num_experts=experts,
+        experts_per_token=taken,
+    )
+
+
+SMALL = spec_of(256, 128, 128)
+ODD = spec_of(1152, 640, 384, 33, 3)
+"""Pairs of strips that do not go round evenly among warps, and an odd number of experts."""
+
+
+def weights_of(spec: ModelSpec, shared: str = "mxfp8", seed: int = 0) -> MoeWeights:
+    generator = torch.Generator().manual_seed(seed)
+    weights = moe_weights("nvfp4", generator, spec)
+    return replace(
+        weights, shared=mlp_weights(shared, generator, spec.shared_width, spec.hidden_size)
+    )
+
+
+def rows_of(spec: ModelSpec, rows: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, spec.hidden_size, generator=generator).bfloat16()
+
+
+def run(x: Tensor, weights: MoeWeights, spec: ModelSpec, tuned: hopper.Tuning) -> Tensor:
+    packed = hopper.prepare(to_device(weights, "cuda"), spec)
+    return hopper.few_rows(x.to("cuda"), packed, spec, tuned).cpu()
+
+
+@gpu
+@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 17, 40, 100])
+def test_few_rows_equal_the_reference(rows: int, tuned: hopper.Tuning) -> None:
+    x, weights = rows_of(SMALL, rows), weights_of(SMALL)
+    assert error(run(x, weights, SMALL, tuned), reference(x, weights, SMALL)) < TOLERANCE
+
+
+@gpu
+@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
+@pytest.mark.parametrize("shared", ["mxfp8", "nvfp4"])
+def test_ragged_shapes_equal_the_reference(shared: str, tuned: hopper.Tuning) -> None:
+    x, weights = rows_of(ODD, 21), weights_of(ODD, shared)
+    assert error(run(x, weights, ODD, tuned), reference(x, weights, ODD)) < TOLERANCE
+
+
+@gpu
+@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
+def test_all_rows_may_choose_the_same_experts(tuned: hopper.Tuning) -> None:
+    bias = torch.tensor([0.0, 9.0, 0.0, 9.0, 9.0, 0.0, 0.0, 9.0])
+    x, weights = rows_of(SMALL, 70), replace(weights_of(SMALL), router_bias=bias)
+    assert error(run(x, weights, SMALL, tuned), reference(x, weights, SMALL)) < TOLERANCE
+
+
+@gpu
+@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(
+    value: float, tuned: hopper.Tuning
+) -> None:
+    x, weights = rows_of(SMALL, 12), weights_of(SMALL)
+    clean = run(x, weights, SMALL, tuned)
+    x[5, 3] = value
+    got = run(x, weights, SMALL, tuned)
+    others = [i for i in range(12) if i != 5]
+    assert torch.equal(got[others], clean[others])
+    assert not got[5].isfinite().any()
+
+
+@gpu
+@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
+def test_the_same_rows_give_the_same_bits(tuned: hopper.Tuning) -> None:
+    x = rows_of(ODD, 33).to("cuda")
+    packed = hopper.prepare(to_device(weights_of(ODD), "cuda"), ODD)
+    first = hopper.few_rows(x, packed, ODD, tuned)
+    assert all(torch.equal(hopper.few_rows(x, packed, ODD, tuned), first) for _ in range(5))
+
+
+@gpu
+def test_a_graph_serves_any_routing() -> None:
+    packed = hopper.prepare(to_device(weights_of(SMALL), "cuda"), SMALL)
+    x = rows_of(SMALL, 16).to("cuda")
+    tuned = hopper.tuning(16)
+    hopper.few_rows(x, packed, SMALL, tuned)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = hopper.few_rows(x, packed, SMALL, tuned)
+    for seed in range(5):
+        x.copy_(rows_of(SMALL, 16, seed))
+        graph.replay()
+        assert torch.equal(out, hopper.few_rows(x, packed, SMALL, tuned))
+
+
+def test_prepared_weights_stand_for_the_same_values_in_the_same_memory() -> None:
+    given, copy = weights_of(SMALL), weights_of(SMALL)
+    packed = hopper.prepare(copy, SMALL)
+    assert isinstance(packed.gate_up, PackedNvfp4Weight)
+    assert isinstance(packed.shared.down, PackedMxfp8Weight)
+    assert packed.gate_up.codes.data_ptr() == tensors(copy.gate_up)[0].data_ptr()
+    for before, after in (
+        (given.gate_up, packed.gate_up),
+        (given.down, packed.down),
+        (given.shared.gate_up, packed.shared.gate_up),
+        (given.shared.down, packed.shared.down),
+    ):
+        assert torch.equal(dequantise(before, torch.float32), dequantise(after, torch.float32))
+        assert sum(t.nbytes for t in tensors(before)) == sum(t.nbytes for t in tensors(after))
+
+
+def test_preparing_twice_changes_nothing() -> None:
+    once = hopper.prepare(weights_of(SMALL), SMALL)
+    codes = tensors(once.gate_up)[0].clone()
+    assert torch.equal(tensors(hopper.prepare(once, SMALL).gate_up)[0], codes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (spec_of(192, 128, 128), "nvfp4"),
+        (spec_of(256, 64, 128), "nvfp4"),
+        (spec_of(256, 128, 128), "mxfp8"),
+        (replace(SMALL, swiglu_limit=float("inf")), "nvfp4"),
+        (spec_of(256, 128, 128, 300), "nvfp4"),
+    ],
+    ids=["hidden", "width", "format", "unbounded", "experts"],
+)
+def test_what_the_kernels_do_not_serve_stays_as_stored(spec: ModelSpec, kind: str) -> None:
+    weights = moe_weights(kind, torch.Generator().manual_seed(0), spec)
+    assert not hopper.takes(rows_of(spec, 2), weights, spec)
+    assert hopper.prepare(weights, spec) is weights
+    with pytest.raises(UnsupportedError, match="--backend cuda"):
+        hopper.moe(lambda x, w, s: x)(rows_of(spec, 2), weights, spec)
+
+
+def test_rows_in_fp32_are_left_to_the_general_kernels() -> None:
+    assert hopper.takes(rows_of(SMALL, 2), weights_of(SMALL), SMALL)
+    assert not hopper.takes(rows_of(SMALL, 2).float(), weights_of(SMALL), SMALL)
+
+
+@pytest.mark.parametrize(("limit", "beta"), [(7.0, 1.0), (7.0, 0.0), (1e4, 1.0), (0.5, -2.0)])
+def test_hidden_values_fit_fp16(limit: float, beta: float) -> None:
+    scale = hopper.hidden_scale(limit, beta)
+    largest = torch.tensor(scale * limit * (limit + abs(beta)))
+    assert 2.0**14 <= largest <= 2.0**15
+    assert torch.frexp(torch.tensor(scale)).mantissa == 0.5
+
+
+@nvcc
+@pytest.mark.parametrize("source", ["score.cu", "decode.cu"])
+def test_the_kernels_build(source: str) -> None:
+    assert cuda_build.build(hopper.SOURCES / source).is_file()

@@ -1,0 +1,161 @@
+// The choice of experts from the router's scores, and the order of tokens by expert (sm_90).
+// A block of threads finds all of it alone. Multiplies nothing.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxTaken = 8;
+constexpr int kMaxLaneExperts = 8;
+constexpr unsigned kAll = 0xFFFFFFFFu;
+
+struct Shape {
+  int rows, taken, experts, hidden;
+  int chunk, shared_chunk;  // tokens of a unit at most: of a routed expert, of the shared one
+};
+
+struct Plan {
+  int* chunks;   // [0]: how many; from [4] on, an int4 each: expert, first place, tokens, 0
+  int* order;    // [pairs]: the pairs by expert, then by number
+  float* share;  // [pairs]: weights of pairs in the sum
+};
+
+struct Scores {
+  const float* logits;  // [rows, experts]
+  const float* bias;
+  float routed_scale;
+};
+
+__host__ __device__ int max_chunks(const Shape& s) {
+  const int pairs = s.rows * s.taken;
+  return min(s.experts, pairs) + pairs / s.chunk;
+}
+
+// A float's order as an unsigned integer's; above 0 for every number.
+__device__ __forceinline__ uint32_t ordered(float x) {
+  const uint32_t b = __float_as_uint(x);
+  return b & 0x80000000u ? ~b : b | 0x80000000u;
+}
+
+// The best experts of each row and their weights; a warp a row.
+__device__ void choose(const Shape& s, const Scores& from, uint8_t* chosen,
+                       float* shares) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int experts = s.experts, taken = s.taken;
+  for (int row = warp; row < s.rows; row += kThreads / 32) {
+    float scores[kMaxLaneExperts];
+    uint32_t ranks[kMaxLaneExperts];
+#pragma unroll
+    for (int i = 0; i < kMaxLaneExperts; ++i) {
+      const int expert = lane + 32 * i;
+      scores[i] = 0.0f, ranks[i] = 0;
+      if (expert < experts) {
+        scores[i] = 1.0f / (1.0f + expf(-from.logits[int64_t(row) * experts + expert]));
+        const float rank = scores[i] + from.bias[expert];
+        ranks[i] = ordered(rank == rank ? rank : -INFINITY);
+      }
+    }
+    float own = 0.0f, total = 0.0f;
+    for (int choice = 0; choice < taken; ++choice) {
+      uint32_t best = 0;
+#pragma unroll
+      for (int i = 0; i < kMaxLaneExperts; ++i) best = max(best, ranks[i]);
+      const uint32_t largest = __reduce_max_sync(kAll, best);
+      uint32_t index = 0xFFFFu;
+#pragma unroll
+      for (int i = kMaxLaneExperts - 1; i >= 0; --i)
+        if (ranks[i] == largest) index = lane + 32 * i;
+      index = __reduce_min_sync(kAll, index);
+      float score = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kMaxLaneExperts; ++i) {
+        if (index == lane + 32 * i) score = scores[i], ranks[i] = 0;
+      }
+      score = __shfl_sync(kAll, score, index % 32);
+      total += score;
+      if (lane == choice) own = score;
+      if (lane == 0) chosen[row * taken + choice] = static_cast<uint8_t>(index);
+    }
+    if (lane < taken) shares[row * taken + lane] = own / total * from.routed_scale;
+  }
+}
+
+// Sums of two numbers, each below 2^16, of the threads before this one, and of all.
+__device__ uint32_t before(uint32_t own, uint32_t* rooms, uint32_t& all) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t sum = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const uint32_t other = __shfl_up_sync(kAll, sum, distance);
+    if (lane >= distance) sum += other;
+  }
+  if (lane == 31) rooms[warp] = sum;
+  __syncthreads();
+  uint32_t ahead = 0;
+  all = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    ahead += w < warp ? rooms[w] : 0;
+    all += rooms[w];
+  }
+  return ahead + sum - own;
+}
+
+// Which of four experts, a byte each, are `expert`: 0xFF in their bytes.
+__device__ __forceinline__ uint32_t equal_bytes(uint32_t four, int expert) {
+  return __vcmpeq4(four, static_cast<uint32_t>(expert) * 0x01010101u);
+}
+
+// The pairs by expert and the chunks of experts' tokens, by every CTA for itself; the first also
+// writes them for the launches that follow. `chosen` has room for a multiple of 16. Gives the
+// number of chunks.
+__device__ int arrange(const Shape& s, const Scores& from, const Plan& plan, uint8_t* chosen,
+                       float* shares, int* order, int4* chunks) {
+  __shared__ uint32_t rooms[kThreads / 32];
+  const int pairs = s.rows * s.taken, expert = threadIdx.x;
+  choose(s, from, chosen, shares);
+  __syncthreads();
+  // Four pairs at a time; what lies past the last is nobody's.
+  const int fours = pairs / 4, rest = pairs % 4;
+  const auto* words = reinterpret_cast<const uint32_t*>(chosen);
+  const uint32_t last = rest ? words[fours] : 0, real = (1u << 8 * rest) - 1;
+  int count = 0;
+  if (expert < s.experts) {
+    for (int i = 0; i < fours; ++i) count += __popc(equal_bytes(words[i], expert));
+    count = (count + __popc(equal_bytes(last, expert) & real)) / 8;
+  }
+  const int own_chunks = (count + s.chunk - 1) / s.chunk;
+  uint32_t all;
+  const uint32_t ahead = before(static_cast<uint32_t>(own_chunks << 16 | count), rooms, all);
+  int place = static_cast<int>(ahead & 0xFFFFu);
+  for (int i = 0; i < own_chunks; ++i) {
+    const int done = i * s.chunk;
+    chunks[(ahead >> 16) + i] = make_int4(expert, place + done, min(count - done, s.chunk), 0);
+  }
+  for (int i = 0, end = place + count; place < end; ++i) {
+    uint32_t found = i < fours ? equal_bytes(words[i], expert) : equal_bytes(last, expert) & real;
+    for (; found; found &= ~(0xFFu << (__ffs(found) - 1)))
+      order[place++] = 4 * i + __ffs(found) / 8;
+  }
+  __syncthreads();
+  const int num_chunks = static_cast<int>(all >> 16);
+  if (blockIdx.x == 0) {
+    if (threadIdx.x == 0) plan.chunks[0] = num_chunks;
+    for (int i = threadIdx.x; i < num_chunks; i += kThreads)
+      reinterpret_cast<int4*>(plan.chunks + 4)[i] = chunks[i];
+    for (int i = threadIdx.x; i < pairs; i += kThreads) {
+      plan.order[i] = order[i];
+      plan.share[i] = shares[i];
+    }
+    __threadfence();
+    __syncthreads();
+  }
+  return num_chunks;
+}
+
+}  // namespace

@@ -1,0 +1,179 @@
+// Hopper's instructions that prefill.cu is made of: barriers, bulk copies, transposing stores, and
+// products of a warpgroup with one operand in registers. Knows nothing of experts.
+
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(uint64_t* bar, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint64_t* bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(const uint64_t* bar, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(shared_address(bar)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar))
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// Among the 128 threads of a warpgroup.
+__device__ __forceinline__ void group_sync(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int LEFT>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_16(const uint8_t* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_8(const uint8_t* from) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ void stmatrix_trans(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
+                                               uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// The tensor cores' view of a stage: rows of 128 bytes, swizzled, groups of 8 rows 1,024 apart.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+  constexpr uint32_t kUpper = 1024 >> 4 | 1u << 30;
+  return uint64_t{kUpper} << 32 | (address >> 4 | 1u << 16);
+}
+
+#define WINNOW_SUMS_8(d, i)                                                                   \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WINNOW_SUMS_16(d, i) WINNOW_SUMS_8(d, i), WINNOW_SUMS_8(d, i + 8)
+#define WINNOW_SUMS_20(d, i) WINNOW_SUMS_16(d, i), WINNOW_SUMS_4(d, i + 16)
+#define WINNOW_SUMS_24(d, i) WINNOW_SUMS_16(d, i), WINNOW_SUMS_8(d, i + 16)
+#define WINNOW_SUMS_32(d, i) WINNOW_SUMS_16(d, i), WINNOW_SUMS_16(d, i + 16)
+#define WINNOW_SUMS_40(d, i) WINNOW_SUMS_32(d, i), WINNOW_SUMS_8(d, i + 32)
+#define WINNOW_SUMS_48(d, i) WINNOW_SUMS_32(d, i), WINNOW_SUMS_16(d, i + 32)
+#define WINNOW_SUMS_56(d, i) WINNOW_SUMS_48(d, i), WINNOW_SUMS_8(d, i + 48)
+#define WINNOW_SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WINNOW_SUMS_44(d, i) WINNOW_SUMS_40(d, i), WINNOW_SUMS_4(d, i + 40)
+#define WINNOW_SUMS_52(d, i) WINNOW_SUMS_48(d, i), WINNOW_SUMS_4(d, i + 48)
+#define WINNOW_SUMS_60(d, i) WINNOW_SUMS_56(d, i), WINNOW_SUMS_4(d, i + 56)
+#define WINNOW_SUMS_64(d, i) WINNOW_SUMS_32(d, i), WINNOW_SUMS_32(d, i + 32)
+
+// d += a rows: 64 output columns by 16 times 16 columns of 2 * COUNT rows, whose descriptor is
+// `rows`. Under way until wgmma_wait says that it is done.
+#define WINNOW_PRODUCT(n, count, sums, a0, a1, a2, a3, desc)                                   \
+  __device__ __forceinline__ void multiply(float (&d)[count], const uint32_t (&a)[4],          \
+                                           uint64_t rows) {                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 {" sums               \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #desc ", 1, 1, 1, 0;"         \
+                 : WINNOW_SUMS_##count(d, 0)                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));                     \
+  }
+
+#define WINNOW_LIST_8 \
+  "%0, %1, %2, %3, %4, %5, %6, %7"
+WINNOW_PRODUCT(16, 8, WINNOW_LIST_8, 8, 9, 10, 11, 12)
+#define WINNOW_LIST_16 \
+  WINNOW_LIST_8 ", " \
+  "%8, %9, %10, %11, %12, %13, %14, %15"
+WINNOW_PRODUCT(32, 16, WINNOW_LIST_16, 16, 17, 18, 19, 20)
+#define WINNOW_LIST_20 \
+  WINNOW_LIST_16 ", " \
+  "%16, %17, %18, %19"
+WINNOW_PRODUCT(40, 20, WINNOW_LIST_20, 20, 21, 22, 23, 24)
+#define WINNOW_LIST_24 \
+  WINNOW_LIST_20 ", " \
+  "%20, %21, %22, %23"
+WINNOW_PRODUCT(48, 24, WINNOW_LIST_24, 24, 25, 26, 27, 28)
+#define WINNOW_LIST_32 \
+  WINNOW_LIST_24 ", " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+WINNOW_PRODUCT(64, 32, WINNOW_LIST_32, 32, 33, 34, 35, 36)
+#define WINNOW_LIST_40 \
+  WINNOW_LIST_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39"
+WINNOW_PRODUCT(80, 40, WINNOW_LIST_40, 40, 41, 42, 43, 44)
+#define WINNOW_LIST_44 \
+  WINNOW_LIST_40 ", " \
+  "%40, %41, %42, %43"
+WINNOW_PRODUCT(88, 44, WINNOW_LIST_44, 44, 45, 46, 47, 48)
+#define WINNOW_LIST_48 \
+  WINNOW_LIST_44 ", " \
+  "%44, %45, %46, %47"
+WINNOW_PRODUCT(96, 48, WINNOW_LIST_48, 48, 49, 50, 51, 52)
+#define WINNOW_LIST_52 \
+  WINNOW_LIST_48 ", " \
+  "%48, %49, %50, %51"
+WINNOW_PRODUCT(104, 52, WINNOW_LIST_52, 52, 53, 54, 55, 56)
+#define WINNOW_LIST_56 \
+  WINNOW_LIST_52 ", " \
+  "%52, %53, %54, %55"
+WINNOW_PRODUCT(112, 56, WINNOW_LIST_56, 56, 57, 58, 59, 60)
+#define WINNOW_LIST_60 \
+  WINNOW_LIST_56 ", " \
+  "%56, %57, %58, %59"
+WINNOW_PRODUCT(120, 60, WINNOW_LIST_60, 60, 61, 62, 63, 64)
+#define WINNOW_LIST_64 \
+  WINNOW_LIST_60 ", " \
+  "%60, %61, %62, %63"
+WINNOW_PRODUCT(128, 64, WINNOW_LIST_64, 64, 65, 66, 67, 68)
+
+}  // namespace

@@ -1,0 +1,287 @@
+// Units whose columns the warps of a CTA divide among themselves (sm_90): for few tokens, when
+// there are few units. Activations come from global memory through L1.
+
+#pragma once
+
+#include "work.cuh"
+
+namespace {
+
+constexpr int kStages = 3;  // slots of a warp's ring
+constexpr int kRingBytes = kStages * kSlotBytes;
+constexpr int kRooms = 2;
+
+// The sums of all warps, two strips times a chunk's tokens: a room. Rooms are taken in turn.
+__host__ __device__ __forceinline__ int inbox_bytes(const Shape& s) {
+  return kWarps * 128 * max(s.chunk, s.shared_chunk);
+}
+
+__host__ __device__ __forceinline__ int split_bytes(const Shape& s) {
+  return kWarps * kRingBytes + kRooms * (inbox_bytes(s) + 16);
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+
+// Where the warps leave a unit's sums for the one that adds them up, so that none waits for the
+// slowest: unit n's room is n % kRooms, its reader warp n % kWarps.
+struct Inbox {
+  float4* rooms;
+  uint32_t barriers;  // of each room: full, then read
+  int size;           // of a room, in float4s
+
+  __device__ __forceinline__ Inbox(const Params& p, uint8_t* shared) {
+    rooms = reinterpret_cast<float4*>(shared);
+    size = inbox_bytes(p.shape) / 16;
+    barriers = shared_address(rooms + kRooms * size);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kRooms; ++i)
+        barrier_init(barriers + 16 * i, kWarps), barrier_init(barriers + 16 * i + 8, 1);
+    }
+  }
+
+  __device__ __forceinline__ float4* room(int unit) const { return rooms + unit % kRooms * size; }
+
+  __device__ __forceinline__ uint32_t full(int unit) const { return barriers + unit % kRooms * 16; }
+
+  // Until the last unit that had this room has been read.
+  __device__ __forceinline__ void wait_to_write(int unit) const {
+    if (unit >= kRooms) barrier_wait(full(unit) + 8, (unit / kRooms - 1) & 1);
+  }
+
+  __device__ __forceinline__ void wait_to_read(int unit) const {
+    barrier_wait(full(unit), unit / kRooms & 1);
+  }
+
+  __device__ __forceinline__ void written(int unit) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(full(unit));
+  }
+
+  __device__ __forceinline__ void read(int unit) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(full(unit) + 8);
+  }
+};
+
+// A warp's blocks of 128 columns of a unit.
+__device__ __forceinline__ int first_block(const Stack& stack, int warp) {
+  return stack.columns / kBlock * warp / kWarps;
+}
+
+// A warp's stream of weights into its ring: NVFP4 block by block, MXFP8 strip by strip.
+template <bool DOWN>
+struct Stream {
+  uint32_t slot;           // this lane's place in the next slot to be filled
+  int number, index;       // of the unit whose strips are at hand; index: among its matrix's
+  int blocks, left;        // of a strip of it, and those not asked for yet
+  bool mx, second;         // second: the other strip's turn (MXFP8)
+  int gap;                 // from the first strip of a unit to the second, in strips times K
+  const uint8_t* codes;    // of this lane
+  const uint8_t* scales;   // of this lane
+
+  __device__ __forceinline__ void begin(uint32_t ring) {
+    slot = ring + 16 * (threadIdx.x % 32);
+    number = -1, index = -1, blocks = 0, left = 0, mx = false;
+  }
+
+  // The next strips; false if there are none.
+  __device__ __forceinline__ bool advance(const Params& p, const Range& r, const int4* chunks,
+                                          int end) {
+    const int lane = threadIdx.x % 32;
+    do {
+      if (mx && !second) {
+        second = true, left = blocks;
+        codes += 16 * int64_t(gap) - 2048 * blocks, scales += gap / 2 - 64 * blocks;
+        continue;
+      }
+      if (number + 1 >= end) return false;
+      ++number;
+      const bool is_shared = number < r.num_shared;
+      const Stack& stack = is_shared ? p.shared : p.routed;
+      const bool same = index >= 0 && index + 1 < stack.units &&
+                        is_shared == (number - 1 < r.num_shared);
+      if (same) {
+        // To the same place of a strip further on.
+        const int ahead = (DOWN ? 2 : 1) * stack.columns;
+        ++index;
+        if (mx) {
+          codes += 16 * int64_t(ahead - gap) - 2048 * blocks;
+          scales += (ahead - gap) / 2 - 64 * blocks;
+        } else {
+          codes += 8 * int64_t(ahead) - 1024 * blocks, scales += ahead - 128 * blocks;
+        }
+      } else {
+        const Unit unit = unit_of<kWarps>(p, r, chunks, number);
+        const int warp = threadIdx.x / 32, first = first_block(stack, warp);
+        index = unit.index;
+        blocks = first_block(stack, warp + 1) - first;
+        mx = stack.globals == nullptr;
+        gap = (DOWN ? 1 : stack.units) * stack.columns;
+        const int64_t at = int64_t(unit.matrix * 2 * stack.units + (DOWN ? 2 : 1) * index) *
+                           stack.columns;
+        codes = stack.codes + at * (mx ? 16 : 8) + first * (mx ? 2048 : 1024) + 16 * lane;
+        scales = stack.scales + (mx ? at / 2 + first * 64 + 16 * lane
+                                    : at + first * 128 + 16 * (lane % 8) + (lane < 8 ? 0 : gap));
+      }
+      second = false, left = blocks;
+    } while (left == 0);
+    return true;
+  }
+
+  // Asks for the next slot's bytes; false where there are none.
+  __device__ __forceinline__ bool fill(const Params& p, const Range& r, const int4* chunks,
+                                       int end, uint32_t ring) {
+    if (left == 0 && !advance(p, r, chunks, end)) return false;
+    copy_slot(slot, codes, scales, mx, gap);
+    slot += kSlotBytes;
+    if (slot >= ring + kRingBytes) slot -= kRingBytes;
+    --left;
+    return true;
+  }
+};
+
+// What a warp reads from: its ring, and the slot whose turn it is.
+struct Ring {
+  uint32_t base, at;
+
+  __device__ __forceinline__ void next() {
+    at += kSlotBytes;
+    if (at == base + kRingBytes) at = base;
+  }
+};
+
+// The sums of a warp's part of a unit, and its ring filled again behind it.
+template <bool DOWN, int NT, bool MX>
+__device__ __forceinline__ void accumulate(Sums<NT>& sums, const Rows<NT>& rows, int blocks,
+                                           Stream<DOWN>& stream, Ring& ring, const Params& p,
+                                           const Range& r, const int4* chunks, int end) {
+  const int lane = threadIdx.x % 32;
+  // With many tokens there are no registers for it.
+  constexpr bool kAhead = NT <= 2;
+  Tokens<NT> even[kAhead ? 2 : 1], odd[kAhead ? 2 : 1];
+  const auto read = [](Tokens<NT>(&x)[kAhead ? 2 : 1], const Rows<NT>& from, int tile) {
+    if constexpr (kAhead) from.load(x[0], tile), from.load(x[1], tile + 1);
+  };
+  Rows<NT> here = rows;
+  if (blocks > 0) read(even, here, 0);
+#pragma unroll
+  for (int strip = 0; strip < (MX ? 2 : 1); ++strip) {
+    here.base = rows.base;
+    for (int left = blocks; left > 0; --left) {
+      const uint32_t codes = ring.at + 16 * lane;
+      const uint32_t scales = ring.at + kSlotCodes + lane / 4 * 8;
+      read(odd, here, 2);
+      wait_all_but<kStages - 1>();
+      __syncwarp();
+      if constexpr (MX) {
+        multiply_mx<NT, kAhead>(sums[strip], codes, scales, 0, even, here);
+      } else {
+        multiply<NT, kAhead>(sums, codes, scales, 0, even, here);
+      }
+      // Past the last block: what the other strip begins with.
+      const uint4* then = left > 1 ? here.base + 16 : rows.base;
+      if (kAhead) here.base = then, read(even, here, 0);
+      if constexpr (MX) {
+        multiply_mx<NT, kAhead>(sums[strip], codes, scales, 1, odd, here);
+      } else {
+        multiply<NT, kAhead>(sums, codes, scales, 1, odd, here);
+      }
+      here.base = then;
+      __syncwarp();
+      ring.next();
+      stream.fill(p, r, chunks, end, ring.base);
+      end_group();
+    }
+  }
+}
+
+// The units from `number` on that are of one chunk of one matrix; `number` moves past them.
+template <bool DOWN, int NT>
+__device__ __forceinline__ void serve(const Params& p, const Range& r, const int4* chunks,
+                                      const int* order, const Unit& unit, int& number, int end,
+                                      Stream<DOWN>& stream, Ring& ring, const Inbox& inbox) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const Stack& stack = unit.is_shared ? p.shared : p.routed;
+  const int first = first_block(stack, warp);
+  const int blocks = first_block(stack, warp + 1) - first;
+  const __half* x = !DOWN ? p.up.x : unit.is_shared ? p.down.shared_hidden : p.down.hidden;
+  Rows<NT> rows;
+#pragma unroll
+  for (int i = 0; i < NT; ++i) {
+    const int place = unit.first + min(8 * i + g, unit.tokens - 1);
+    const int row = DOWN || unit.is_shared ? place : order[place] / p.shape.taken;
+    if (i == 0) rows.base = reinterpret_cast<const uint4*>(x) + row * (stack.columns / 8);
+    rows.apart[i] = i == 0 ? row : (row - rows.apart[0]) * (stack.columns / 8);
+  }
+  rows.base += first * (kBlock / 8) + t;
+  const float* globals = stack.globals;
+  if (globals != nullptr) globals += int64_t(unit.matrix) * 32 * stack.units;
+  Target<DOWN> targets[2 * NT];
+#pragma unroll
+  for (int i = 0; i < 2 * NT; ++i)
+    targets[i].set(p, order, unit, 8 * (i / 2) + 2 * t + i % 2);
+  const int limit = unit.is_shared ? r.num_shared : end;
+  for (int index = unit.index; index < stack.units && number < limit; ++index, ++number) {
+    const bool reader = number % kWarps == warp;
+    float2 own[2];
+    if (reader) {
+      own[0] = globals_of<DOWN>(globals, stack.units, index, g);
+      own[1] = globals_of<DOWN>(globals, stack.units, index, g + 8);
+    }
+    Sums<NT> sums = {};
+    if (stack.globals == nullptr) {
+      accumulate<DOWN, NT, true>(sums, rows, blocks, stream, ring, p, r, chunks, end);
+    } else {
+      accumulate<DOWN, NT, false>(sums, rows, blocks, stream, ring, p, r, chunks, end);
+    }
+    float4* room = inbox.room(number) + lane;
+    inbox.wait_to_write(number);
+#pragma unroll
+    for (int strip = 0; strip < 2; ++strip) {
+#pragma unroll
+      for (int i = 0; i < NT; ++i)
+        room[((warp * 2 + strip) * NT + i) * 32] = make_float4(
+            sums[strip][i][0], sums[strip][i][1], sums[strip][i][2], sums[strip][i][3]);
+    }
+    inbox.written(number);
+    if (!reader) continue;
+    inbox.wait_to_read(number);
+#pragma unroll
+    for (int i = 0; i < NT; ++i) {
+      float4 total[2] = {};
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+#pragma unroll
+        for (int strip = 0; strip < 2; ++strip) {
+          const float4 part = room[((w * 2 + strip) * NT + i) * 32];
+          total[strip].x += part.x, total[strip].y += part.y;
+          total[strip].z += part.z, total[strip].w += part.w;
+        }
+      }
+      targets[2 * i].put(p, index, g, own[0], total[0].x, total[1].x);
+      targets[2 * i + 1].put(p, index, g, own[0], total[0].y, total[1].y);
+      targets[2 * i].put(p, index, g + 8, own[1], total[0].z, total[1].z);
+      targets[2 * i + 1].put(p, index, g + 8, own[1], total[0].w, total[1].w);
+    }
+    inbox.read(number);
+  }
+}
+
+}  // namespace

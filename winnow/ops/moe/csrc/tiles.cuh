@@ -1,0 +1,198 @@
+// Packed weights from memory to the tensor cores, a warp at a time (sm_90): copies, unpacking and
+// the products of a slot of a ring. Knows no expert.
+//
+// A slot holds 128 columns: of two strips of 16 NVFP4 rows (codes, codes, scales, scales), or of
+// one strip in MXFP8 (codes, scales), in the orders of fragments.py and fragments_mxfp8.py.
+
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace {
+
+constexpr int kBlock = 128;  // columns of a slot
+constexpr int kSlotCodes = 2048;
+constexpr int kSlotBytes = kSlotCodes + 256;  // in MXFP8 the last 192 are not used
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Copies of 16 bytes a lane run behind; they are waited for in groups, oldest first.
+__device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int NEWER>
+__device__ __forceinline__ void wait_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(NEWER) : "memory");
+}
+
+// A lane's part of a slot: both strips' of NVFP4 (`gap`: from the first to the second, in strips
+// times columns) or one's in MXFP8. `slot`, `codes` and `scales` are this lane's; the latter two
+// move to the next slot.
+__device__ __forceinline__ void copy_slot(uint32_t slot, const uint8_t*& codes,
+                                          const uint8_t*& scales, bool mx, int gap) {
+  const int lane = threadIdx.x % 32;
+  copy_16(slot, codes);
+  copy_16(slot + 512, codes + 512);
+  if (mx) {
+    copy_16(slot + 1024, codes + 1024);
+    copy_16(slot + 1536, codes + 1536);
+    if (lane < 4) copy_16(slot + kSlotCodes, scales);
+    codes += 2048, scales += 64;
+  } else {
+    const uint8_t* second = codes + 8 * gap;
+    copy_16(slot + 1024, second);
+    copy_16(slot + 1536, second + 512);
+    if (lane < 16) copy_16(slot + kSlotCodes, scales);
+    codes += 1024, scales += 128;
+  }
+}
+
+__device__ __forceinline__ uint4 shared_16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at));
+  return v;
+}
+
+__device__ __forceinline__ uint2 shared_8(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t bits(__half2 x) { return reinterpret_cast<uint32_t&>(x); }
+__device__ __forceinline__ __half2 halves(uint32_t x) { return reinterpret_cast<__half2&>(x); }
+
+// Four E4M3 bytes as two pairs of fp16, exactly.
+__device__ __forceinline__ void from_e4m3(uint32_t four, uint32_t& low, uint32_t& high) {
+  asm("{\n"
+      ".reg .b16 l, h;\n"
+      "mov.b32 {l, h}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, l;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, h;\n"
+      "}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(four));
+}
+
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A word of eight codes as the four registers of a fragment; see fragments.py.
+__device__ __forceinline__ void expand(uint32_t word, __half2 upper, __half2 lower,
+                                       uint32_t (&a)[4]) {
+  constexpr uint32_t kMask = 0x8E008E00u;
+  a[0] = bits(__hmul2(halves(word & kMask), upper));
+  a[1] = bits(__hmul2(halves((word << 3) & kMask), lower));
+  a[2] = bits(__hmul2(halves(((word & 0x40384038u) * 66u) & kMask), upper));
+  a[3] = bits(__hmul2(halves(((word & 0x20072007u) * 516u) & kMask), lower));
+}
+
+// A lane's activations of 32 columns of NT times eight tokens.
+template <int NT>
+using Tokens = uint4[NT];
+
+// Where this lane's activations lie: its first token's, and how far the others are from it. A token
+// beyond the chunk is another one's copy: what is computed of it is not used.
+template <int NT>
+struct Rows {
+  const uint4* base;
+  int apart[NT];
+
+  __device__ __forceinline__ void load(Tokens<NT>& x, int tile) const {
+    x[0] = base[4 * tile];
+#pragma unroll
+    for (int i = 1; i < NT; ++i) x[i] = base[apart[i] + 4 * tile];
+  }
+};
+
+// The same in shared memory: tile by tile, eight tokens after eight, as lanes read them.
+template <int NT>
+struct SharedRows {
+  uint32_t at;  // of this lane
+
+  __device__ __forceinline__ void load(Tokens<NT>& x, int tile) const {
+#pragma unroll
+    for (int i = 0; i < NT; ++i) x[i] = shared_16(at + 512 * (NT * tile + i));
+  }
+};
+
+template <int NT>
+using Sums = float[2][NT][4];
+
+// Half a slot, 64 columns, of both strips. `codes` and `scales`: this lane's of the slot's first
+// strip. Activations have been read ahead, or are read here.
+template <int NT, bool AHEAD, typename From>
+__device__ __forceinline__ void multiply(Sums<NT>& sums, uint32_t codes, uint32_t scales, int half,
+                                         Tokens<NT> (&ahead)[AHEAD ? 2 : 1], const From& rows) {
+  uint4 raw[2];
+  uint32_t upper[2][2], lower[2][2];
+#pragma unroll
+  for (int strip = 0; strip < 2; ++strip) {
+    raw[strip] = shared_16(codes + 1024 * strip + 512 * half);
+    const uint2 eight = shared_8(scales + 128 * strip + 64 * half);
+    from_e4m3(eight.x, upper[strip][0], upper[strip][1]);
+    from_e4m3(eight.y, lower[strip][0], lower[strip][1]);
+  }
+#pragma unroll
+  for (int two = 0; two < 2; ++two) {
+    Tokens<NT>& x = ahead[AHEAD ? two : 0];
+    if (!AHEAD) rows.load(x, 2 * half + two);
+#pragma unroll
+    for (int strip = 0; strip < 2; ++strip) {
+      const __half2 u = halves(upper[strip][two]), l = halves(lower[strip][two]);
+      uint32_t a[4];
+      expand(two ? raw[strip].z : raw[strip].x, __low2half2(u), __low2half2(l), a);
+#pragma unroll
+      for (int i = 0; i < NT; ++i) mma(sums[strip][i], a, x[i].x, x[i].y);
+      expand(two ? raw[strip].w : raw[strip].y, __high2half2(u), __high2half2(l), a);
+#pragma unroll
+      for (int i = 0; i < NT; ++i) mma(sums[strip][i], a, x[i].z, x[i].w);
+    }
+  }
+}
+
+// The same of one strip in MXFP8: two tiles of 32 columns, each with a scale for a row.
+template <int NT, bool AHEAD, typename From>
+__device__ __forceinline__ void multiply_mx(float (&sums)[NT][4], uint32_t codes, uint32_t scales,
+                                            int half, Tokens<NT> (&ahead)[AHEAD ? 2 : 1],
+                                            const From& rows) {
+  const uint2 eight = shared_8(scales);
+#pragma unroll
+  for (int two = 0; two < 2; ++two) {
+    Tokens<NT>& x = ahead[AHEAD ? two : 0];
+    if (!AHEAD) rows.load(x, 2 * half + two);
+    const uint4 raw = shared_16(codes + 1024 * half + 512 * two);
+    const int shift = 8 * (2 * half + two);
+    const float upper = __uint_as_float((eight.x >> shift & 255u) << 23);
+    const float lower = __uint_as_float((eight.y >> shift & 255u) << 23);
+    uint32_t first[4], second[4];
+    from_e4m3(raw.x, first[0], first[1]);
+    from_e4m3(raw.y, first[2], first[3]);
+    from_e4m3(raw.z, second[0], second[1]);
+    from_e4m3(raw.w, second[2], second[3]);
+#pragma unroll
+    for (int i = 0; i < NT; ++i) {
+      float c[4] = {};
+      mma(c, first, x[i].x, x[i].y);
+      mma(c, second, x[i].z, x[i].w);
+      sums[i][0] += upper * c[0], sums[i][1] += upper * c[1];
+      sums[i][2] += lower * c[2], sums[i][3] += lower * c[3];
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,162 @@
+// What the experts' kernels at decode are given, how it is cut in units, and where sums go (sm_90).
+// Multiplies nothing.
+
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "choice.cuh"
+#include "tiles.cuh"
+
+namespace {
+
+constexpr int kWarps = kThreads / 32;
+constexpr int kCtas = 2;             // on a multiprocessor
+constexpr float kCodes = 16384.0f;   // undoes the 2^-14 of unpacked codes
+
+// One stack of packed matrices, [matrices][2 * units strips of 16 rows][columns].
+struct Stack {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const float* globals;  // fp32 [matrices, rows]; null: MXFP8
+  int columns;
+  int units;
+};
+
+struct GateUp {
+  Scores scores;
+  const __half* x;  // the activations in fp16, in the order of fragments.py's tiles
+  const float* unscale;
+  float alpha, limit, beta, hidden_scale;
+  __half* hidden;         // [pairs by place, routed width]
+  __half* shared_hidden;  // [rows, shared width]
+};
+
+struct Down {
+  const __half* hidden;
+  const __half* shared_hidden;
+  float hidden_unscale;
+  float* parts;  // [pairs + rows, hidden]
+};
+
+struct Params {
+  Stack routed, shared;
+  Shape shape;
+  Plan plan;
+  GateUp up;
+  Down down;
+};
+
+// Where column k of a row of activations lies among those of its tile; see fragments.py.
+__device__ __forceinline__ int in_fragments(int k) {
+  return (k & ~31) | ((k >> 1) & 3) << 3 | ((k >> 4) & 1) << 2 | ((k >> 3) & 1) << 1 | (k & 1);
+}
+
+// What a unit is: two strips of a matrix, or two for each warp, and a chunk of tokens.
+struct Unit {
+  bool is_shared;
+  int matrix, index;  // index: of its pair of strips, or of its kWarps pairs
+  int first, tokens;  // first: place in the order, or the shared expert's first token
+};
+
+// A CTA's units: its share of the shared expert's, then of the routed.
+struct Range {
+  int first_shared, num_shared;
+  int first_routed, num_routed;
+};
+
+// How many units a chunk makes: of one pair of strips (SPLIT), or one for each warp.
+template <int SPLIT>
+__device__ __forceinline__ int units_of(const Stack& stack) {
+  return SPLIT == 1 ? (stack.units + kWarps - 1) / kWarps : stack.units;
+}
+
+template <int SPLIT>
+__device__ __forceinline__ Range cut(const Params& p, int chunks) {
+  const int cta = blockIdx.x, ctas = gridDim.x;
+  const int shared_chunks = (p.shape.rows + p.shape.shared_chunk - 1) / p.shape.shared_chunk;
+  const int shared_units = shared_chunks * units_of<SPLIT>(p.shared);
+  const int routed_units = chunks * units_of<SPLIT>(p.routed);
+  Range r;
+  r.first_shared = static_cast<int64_t>(shared_units) * cta / ctas;
+  r.num_shared = static_cast<int64_t>(shared_units) * (cta + 1) / ctas - r.first_shared;
+  // Counted from the other end: who has one more of the one has one less of the other.
+  const int other = ctas - 1 - cta;
+  r.first_routed = static_cast<int64_t>(routed_units) * other / ctas;
+  r.num_routed = static_cast<int64_t>(routed_units) * (other + 1) / ctas - r.first_routed;
+  return r;
+}
+
+template <int SPLIT>
+__device__ __forceinline__ Unit unit_of(const Params& p, const Range& r, const int4* chunks,
+                                        int number) {
+  Unit unit;
+  unit.is_shared = number < r.num_shared;
+  const int units = units_of<SPLIT>(unit.is_shared ? p.shared : p.routed);
+  const int at = unit.is_shared ? r.first_shared + number : r.first_routed + number - r.num_shared;
+  const int chunk = at / units;
+  unit.index = at - chunk * units;
+  if (unit.is_shared) {
+    unit.matrix = 0;
+    unit.first = chunk * p.shape.shared_chunk;
+    unit.tokens = min(p.shape.shared_chunk, p.shape.rows - unit.first);
+  } else {
+    const int4 c = chunks[chunk];
+    unit.matrix = c.x, unit.first = c.y, unit.tokens = c.z;
+  }
+  return unit;
+}
+
+__device__ __forceinline__ float activated(float gate, float up, const GateUp& f) {
+  // Comparisons, as maxima and minima would lose a NaN.
+  gate = gate > f.limit ? f.limit : gate;
+  up = up > f.limit ? f.limit : up < -f.limit ? -f.limit : up;
+  return gate / (1.0f + __expf(-f.alpha * gate)) * (up + f.beta);
+}
+
+// One token's way from sums to memory.
+template <bool DOWN>
+struct Target {
+  bool wanted;
+  float factor;
+  float* part;     // DOWN: the token's row
+  __half* hidden;  // else
+
+  __device__ __forceinline__ void set(const Params& p, const int* order, const Unit& unit,
+                                      int token) {
+    wanted = token < unit.tokens;
+    const int place = unit.first + (wanted ? token : 0);
+    if constexpr (DOWN) {
+      const int pair = unit.is_shared ? p.shape.rows * p.shape.taken + place : order[place];
+      factor = p.down.hidden_unscale * (unit.is_shared ? 1.0f : p.plan.share[pair]);
+      part = p.down.parts + int64_t(pair) * p.shape.hidden;
+    } else {
+      factor = p.up.unscale[unit.is_shared ? place : order[place] / p.shape.taken];
+      hidden = (unit.is_shared ? p.up.shared_hidden : p.up.hidden) +
+               int64_t(place) * 16 * (unit.is_shared ? p.shared : p.routed).units;
+    }
+  }
+
+  // Row `row` (0 to 15) of the two strips of the pair `index`.
+  __device__ __forceinline__ void put(const Params& p, int index, int row, float2 globals, float a,
+                                      float b) const {
+    if (!wanted) return;
+    if constexpr (DOWN) {
+      part[32 * index + row] = factor * (globals.x * a);
+      part[32 * index + row + 16] = factor * (globals.y * b);
+    } else {
+      const float value = activated(factor * (globals.x * a), factor * (globals.y * b), p.up);
+      hidden[in_fragments(16 * index + row)] = __float2half_rn(value * p.up.hidden_scale);
+    }
+  }
+};
+
+// The global scales of row `row` of a pair's two strips; `own`: its matrix's, null if it has none.
+template <bool DOWN>
+__device__ __forceinline__ float2 globals_of(const float* own, int units, int index, int row) {
+  if (own == nullptr) return make_float2(1.0f, 1.0f);
+  own += (DOWN ? 32 : 16) * index + row;
+  return make_float2(kCodes * own[0], kCodes * own[DOWN ? 16 : 16 * units]);
+}
+
+}  // namespace

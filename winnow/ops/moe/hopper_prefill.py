@@ -1,0 +1,253 @@
+"""The experts of `moe` for many rows on Hopper: checks what the kernels take, and launches them.
+
+Owns the limits, the scratch memory and the order of launches; csrc/prefill.cu multiplies,
+csrc/prefill_rows.cu routes, orders, copies and adds. Nothing is read back from the device: grids
+depend on shapes alone, so a call can be captured in a CUDA graph and replayed with any routing. The
+same rows give the same bits in every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from winnow.errors import UnsupportedError
+from winnow.ops.cuda_build import library
+from winnow.ops.weights import MoeWeights, PackedNvfp4Weight, Weight, shape
+from winnow.spec.model import ModelSpec
+
+_CSRC = Path(__file__).parent / "csrc"
+PRODUCTS, ROWS = _CSRC / "prefill.cu", _CSRC / "prefill_rows.cu"
+
+MAX_EXPERTS = 256
+MAX_TAKEN = 8
+MAX_COLUMNS = 32768
+_COLUMNS = 128
+"""Widths are multiples of it."""
+_MAX_ROWS = 128
+"""Rows of an item."""
+_LARGEST = 2.0**15
+"""Hidden values are brought below this, within fp16."""
+_CODE_SCALE = 2.0**14
+"""What a product with an unpacked code is multiplied by."""
+
+_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_PRODUCTS = {
+    "winnow_moe_prefill": (
+        *(_P, _P, _P, _P, _P, _P, _P, _P, _P),
+        *(_I, _I, _I, _I, _I, _I, _F, _F, _F, _F, _I, _P),
+    ),
+}
+_ROWS = {
+    "winnow_moe_split": (_P, _P, _I, _P),
+    "winnow_moe_choose": (_P, _P, _I, _I, _I, _F, _P, _P, _P),
+    "winnow_moe_order": (_P, _I, _I, _P, _P, _P, _P, _P),
+    "winnow_moe_gather": (_P, _N, _I, _I, _P, _I, _I, _P, _P, _P),
+    "winnow_moe_combine": (_P, _I, _P, _P, _I, _P, _I, _I, _P, _P),
+}
+
+
+@cache
+def _products() -> ctypes.CDLL:
+    return library(PRODUCTS, _PRODUCTS)
+
+
+@cache
+def _rows() -> ctypes.CDLL:
+    return library(ROWS, _ROWS)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The pairs of rows and chosen experts, by expert. `shares` fp32 and `places` int32 [rows,
+    taken]: a pair's weight, and where its row lies; `starts` and `counts` int32 [experts]: each
+    expert's first place, a multiple of 8, and how many it has; `next` int32 [2], zeros: counters
+    of work; `capacity`: places that there are, gaps included."""
+
+    shares: Tensor
+    places: Tensor
+    starts: Tensor
+    counts: Tensor
+    next: Tensor
+    capacity: int
+
+
+def experts(x: Tensor, weights: MoeWeights, shared: Tensor, spec: ModelSpec) -> Tensor:
+    """See `winnow.ops.moe.Moe`; `shared` [rows, hidden] bf16 contiguous is the shared expert's
+    output, which is added. Gate, up and down are `PackedNvfp4Weight`. UnsupportedError for what
+    the kernels do not take.
+
+    Scratch: 16 bits for every pair's row and hidden values, 604 MB for 8,192 rows of MiniMax-M3.
+    """
+    refusal = _refusal(x, weights, spec)
+    if refusal is not None:
+        raise UnsupportedError(refusal)
+    if not x.shape[0]:
+        return torch.empty_like(shared)
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    gate_up, down = weights.gate_up, weights.down
+    assert isinstance(gate_up, PackedNvfp4Weight)
+    assert isinstance(down, PackedNvfp4Weight)
+    found = order(*route(x, weights, spec), spec)
+    slabs, factors = gather(x, found, spec)
+    hidden = _slabs(spec.expert_width, found)
+    multiply(slabs, gate_up, hidden, found, spec, factors)
+    parts = slabs  # read to the end by now, and of the size that is needed
+    multiply(hidden, down, parts, found, spec)
+    return combine(parts, found, shared, spec)
+
+
+def takes(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> bool:
+    """Whether the kernels serve these arguments."""
+    return _refusal(x, weights, spec) is None
+
+
+def route(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """Chosen experts int32 and their shares fp32 [rows, taken], in the order of choice.
+
+    The router's fp32 numbers are three bf16 numbers each, so that products with bf16 rows are
+    exact on tensor cores; their sums are fp32.
+    """
+    rows, count, taken = x.shape[0], spec.num_experts, spec.experts_per_token
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    router, bias = weights.router.contiguous(), weights.router_bias.contiguous()
+    split = torch.empty(3 * count, spec.hidden_size, dtype=torch.bfloat16, device=x.device)
+    error = _rows().winnow_moe_split(router.data_ptr(), split.data_ptr(), router.numel(), stream)
+    torch.cuda.check_error(error)
+    logits = torch.mm(x, split.T, out_dtype=torch.float32)
+    chosen = torch.empty(rows, taken, dtype=torch.int32, device=x.device)
+    shares = torch.empty(rows, taken, dtype=torch.float32, device=x.device)
+    error = _rows().winnow_moe_choose(
+        logits.data_ptr(), bias.data_ptr(), rows, count, taken, spec.routed_scale,
+        chosen.data_ptr(), shares.data_ptr(), stream,
+    )  # fmt: skip
+    torch.cuda.check_error(error)
+    return chosen, shares
+
+
+def order(chosen: Tensor, shares: Tensor, spec: ModelSpec) -> Order:
+    """Places of the pairs of `chosen` [rows, taken]."""
+    pairs, count = chosen.numel(), spec.num_experts
+    places = torch.empty_like(chosen)
+    numbers = torch.empty(2, count, dtype=torch.int32, device=chosen.device)
+    # Gaps, and what a tile may read past an expert's last place.
+    capacity = -(-(pairs + 8 * count + _MAX_ROWS) // 8) * 8
+    found = Order(shares, places, numbers[0], numbers[1], numbers.new_empty(2), capacity)
+    error = _rows().winnow_moe_order(
+        chosen.data_ptr(), pairs, count, found.starts.data_ptr(), found.counts.data_ptr(),
+        places.data_ptr(), found.next.data_ptr(),
+        torch.cuda.current_stream(chosen.device).cuda_stream,
+    )  # fmt: skip
+    torch.cuda.check_error(error)
+    return found
+
+
+def gather(x: Tensor, found: Order, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """The rows of x as fp16 at their places, and the factors fp32 [capacity] that undo their
+    powers of two."""
+    slabs = _slabs(spec.hidden_size, found)
+    factors = torch.empty(found.capacity, dtype=torch.float32, device=x.device)
+    error = _rows().winnow_moe_gather(
+        x.data_ptr(), x.stride(0), x.shape[0], spec.hidden_size, found.places.data_ptr(),
+        spec.experts_per_token, found.capacity, slabs.data_ptr(), factors.data_ptr(),
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )  # fmt: skip
+    torch.cuda.check_error(error)
+    return slabs, factors
+
+
+def multiply(
+    rows: Tensor,
+    weight: PackedNvfp4Weight,
+    out: Tensor,
+    found: Order,
+    spec: ModelSpec,
+    factors: Tensor | None = None,
+    groups: int | None = None,
+) -> None:
+    """Every place's row times its expert's matrix, into `out`: with `factors` the activated hidden
+    values of gate and up, fp16; without, what down gives of them, bf16. `groups`: warpgroups of a
+    CTA, 2 to 4, by default what suits the number of rows; it changes no result."""
+    # Kernels see addresses and widths only.
+    assert all(t.is_contiguous() for t in (weight.codes, weight.scales, weight.global_scales))
+    groups = groups or _groups(found.places.numel() / spec.num_experts)
+    gated = factors is not None
+    width, depth = shape(weight)[-2:]
+    strips = width // 2 // 16 if gated else width // 16
+    hidden = _hidden_factor(spec)
+    factor = hidden if gated else _CODE_SCALE / hidden
+    error = _products().winnow_moe_prefill(
+        weight.codes.data_ptr(), weight.scales.data_ptr(), weight.global_scales.data_ptr(),
+        rows.data_ptr(), out.data_ptr(), found.starts.data_ptr(), found.counts.data_ptr(),
+        None if factors is None else factors.data_ptr(),
+        found.next.data_ptr() + (0 if gated else 4),
+        gated, groups, spec.num_experts, strips, depth // 64, found.capacity,
+        spec.swiglu_alpha, spec.swiglu_limit, spec.swiglu_beta, factor,
+        torch.cuda.get_device_properties(rows.device).multi_processor_count,
+        torch.cuda.current_stream(rows.device).cuda_stream,
+    )  # fmt: skip
+    torch.cuda.check_error(error)
+
+
+def combine(parts: Tensor, found: Order, shared: Tensor, spec: ModelSpec) -> Tensor:
+    """Each row's parts by their shares, plus `shared`."""
+    out = torch.empty_like(shared)
+    error = _rows().winnow_moe_combine(
+        parts.data_ptr(), found.capacity, found.places.data_ptr(), found.shares.data_ptr(),
+        spec.experts_per_token, shared.data_ptr(), shared.shape[0], spec.hidden_size,
+        out.data_ptr(), torch.cuda.current_stream(shared.device).cuda_stream,
+    )  # fmt: skip
+    torch.cuda.check_error(error)
+    return out
+
+
+def _slabs(columns: int, found: Order) -> Tensor:
+    """Room for a 16-bit number a column and place, in slabs of 64 columns."""
+    size = (columns // 64, found.capacity, 128)
+    return torch.empty(size, dtype=torch.uint8, device=found.places.device)
+
+
+def _groups(rows: float) -> int:
+    """Warpgroups for so many rows an expert, on average: see csrc/prefill.cu."""
+    return 4 if rows <= 24 else 3 if rows <= 52 else 2
+
+
+def _hidden_factor(spec: ModelSpec) -> float:
+    """The power of two that brings the largest possible hidden value just below `_LARGEST`."""
+    # g * sigmoid(alpha * g) is at most g, and at least -0.2785 / alpha.
+    gate = max(spec.swiglu_limit, 0.28 / spec.swiglu_alpha)
+    bound = gate * (spec.swiglu_limit + abs(spec.swiglu_beta))
+    return 2.0 ** math.floor(math.log2(_LARGEST / bound))
+
+
+def _refusal(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> str | None:
+    """What the kernels do not take of these, in one sentence."""
+    if x.dtype is not torch.bfloat16:
+        return f"the hopper backend's experts take bf16 rows, not {x.dtype}"
+    packed: tuple[Weight, ...] = (weights.gate_up, weights.down)
+    if not all(isinstance(w, PackedNvfp4Weight) for w in packed):
+        return "the hopper backend's experts take packed NVFP4 weights"
+    for what, given, step, most in (
+        ("a hidden size", spec.hidden_size, _COLUMNS, MAX_COLUMNS),
+        ("an expert width", spec.expert_width, _COLUMNS, MAX_COLUMNS),
+        ("a number of experts", spec.num_experts, 1, MAX_EXPERTS),
+        ("experts a token", spec.experts_per_token, 1, MAX_TAKEN),
+    ):
+        if given % step or given > most:
+            return (
+                f"the hopper backend's experts take {what} of a multiple of {step} up to {most}, "
+                f"not {given}"
+            )
+    if not (0 < spec.swiglu_limit <= 128 and spec.swiglu_alpha > 0 and abs(spec.swiglu_beta) <= 64):
+        return (
+            "the hopper backend's experts need a limit of the activation of at most 128, not "
+            f"{spec.swiglu_limit}: hidden values must fit fp16"
+        )
+    return None
