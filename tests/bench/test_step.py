@@ -73,7 +73,7 @@ def test_step_records_carry_formats_and_one_run(measured: tuple[Engine, list[Ste
     assert {r.run for r in records} == {"r1"}
     assert records[0].workload["part"] == "whole"
     assert records[0].conditions["formats"]["kv"] == built.runner.storage.layout.kv_format.name
-    assert records[0].conditions["formats"]["experts"] == "bfloat16"
+    assert records[0].conditions["formats"]["experts"] == "float32"
     whole, parts = breakdown(records)
     assert sum(parts.values()) == pytest.approx(whole)
 

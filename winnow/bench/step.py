@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from winnow.bench.device_step import DeviceSteps
 from winnow.bench.machine import commit, machine, software
 from winnow.bench.parts import WHOLE
 from winnow.bench.record import Record
@@ -23,6 +24,10 @@ from winnow.ops.weights import MoeWeights, PlainWeight, Weight
 
 PREFILL = "prefill chunk"
 DECODE = "decode step"
+_CACHE_STATE = {
+    "cpu": "prefix caching off; K and V of the batch in its pages",
+    "cuda": "random K, V and index keys in every page",
+}
 _WARMUP_STEPS = 2
 _WARMUP_TOKENS = 32
 
@@ -43,6 +48,31 @@ class Steps:
     shape: Shape
     rows: int
     seconds: Sequence[Mapping[str, float]]
+    timing: str = "host's clock"
+    experts: float | None = None
+    """Experts that the rows of a step were routed to, a layer, where that was counted."""
+
+
+def run_on_device(
+    engine: Engine, decode: Sequence[Shape], prefill: Sequence[int], samples: int
+) -> Iterator[list[Steps]]:
+    """Measure steps of a GPU, `samples` times each: decode steps of the shapes `decode`, then the
+    last full chunk of one prompt of each length in `prefill`. By part first, then replayed where
+    the engine captures such a step."""
+    chunk = engine.scheduler.max_step_tokens
+    steps = [(DECODE, shape, 1) for shape in decode]
+    steps += [(PREFILL, Shape(1, context), chunk) for context in prefill if context >= chunk]
+    device = DeviceSteps(engine)
+    for what, shape, rows in steps:
+        plan, requests = device.plan(shape.requests, shape.context, rows)
+        experts = device.experts_touched(plan, requests)
+        seconds = device.by_part(plan, requests, samples)
+        found = [Steps(what, shape, shape.requests * rows, seconds, "device events", experts)]
+        replays = device.replayed(plan, requests, samples)
+        if replays:
+            whole = [{WHOLE: spent} for spent in replays]
+            found.append(replace(found[0], seconds=whole, timing="CUDA graph replay"))
+        yield found
 
 
 def run(engine: Engine, shapes: Sequence[Shape], steps: int, repeats: int) -> Iterator[Steps]:
@@ -57,7 +87,7 @@ def run(engine: Engine, shapes: Sequence[Shape], steps: int, repeats: int) -> It
         raise UnsupportedError("bench step computes whole prompts: start with --no-prefix-caching")
     if engine.runner.storage.rows.device.type != "cpu":
         raise UnsupportedError(
-            "bench step times ops on the host's clock, which a GPU's ops outlive: use --device cpu"
+            "run() times ops on the host's clock, which a GPU's ops outlive: use run_on_device()"
         )
     runner = watch_engine(engine)
     _measure(engine, runner, Shape(1, _WARMUP_TOKENS), 1)
@@ -131,6 +161,8 @@ def step_records(
                 "context": found.shape.context,
                 "rows": found.rows,
                 "part": part,
+                "timing": found.timing,
+                **({} if found.experts is None else {"experts": found.experts}),
                 **say,
             },
             conditions=_conditions(engine, found.shape),
@@ -160,7 +192,7 @@ def _conditions(engine: Engine, shape: Shape) -> dict[str, Any]:
         "backend": engine.runner.model.kernels.backend,
         "parallel": {"plan": "tp1", "devices": 1},
         "acceptance": {"kind": "none"},
-        "cache_state": "prefix caching off; K and V of the batch in its pages",
+        "cache_state": _CACHE_STATE[engine.runner.storage.rows.device.type],
         "concurrency": shape.requests,
         "latency_objective": None,
     }
@@ -169,4 +201,4 @@ def _conditions(engine: Engine, shape: Shape) -> dict[str, Any]:
 def _held(weight: Weight) -> str:
     if isinstance(weight, PlainWeight):
         return str(weight.data.dtype).removeprefix("torch.")
-    return type(weight).__name__.removesuffix("Weight").lower()
+    return type(weight).__name__.removeprefix("Packed").removesuffix("Weight").lower()

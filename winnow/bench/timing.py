@@ -1,16 +1,17 @@
 """Where the time of an engine's step goes: timers around the ops and around the runner.
 
-Owns the names of the parts. Times on the host's clock, so it serves ops that are done when they
-return, which those of the CPU backends are.
+Owns the names of the parts and two clocks: the host's, for ops that are done when they return,
+which those of the CPU backends are, and events on a GPU.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from winnow.bench.parts import WHOLE
@@ -32,6 +33,7 @@ PARTS = {
     "moe": "experts",
     "mlp": "dense MLP",
     "norm": "norms",
+    "add_norm": "norms",
     "sample": "sampling",
 }
 """What an op's time is called. The product with the head is apart from the other `linear`s."""
@@ -43,14 +45,32 @@ BOOKKEEPING = "bookkeeping and text"
 REST = "rest"
 
 
+class Clock(Protocol):
+    """Times calls by part."""
+
+    def around(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call and time it; what it returned."""
+        ...
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each part since the last call."""
+        ...
+
+
 class Stopwatch:
-    """Seconds of each part since the last `take()`."""
+    """The host's clock."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     def add(self, part: str, seconds: float) -> None:
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+
+    def around(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args)
+        self.add(part, time.perf_counter() - start)
+        return result
 
     def total(self) -> float:
         return sum(self._seconds.values())
@@ -60,21 +80,40 @@ class Stopwatch:
         return taken
 
 
-def watched(table: Kernels, watch: Stopwatch, head: Weight) -> Kernels:
-    """The same ops, each telling `watch` how long it took."""
+class Events:
+    """Pairs of events on the current GPU."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def around(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = function(*args)
+        end.record()
+        self._pairs.append((part, start, end))
+        return result
+
+    def take(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        pairs, self._pairs = self._pairs, []
+        seconds: dict[str, float] = {}
+        for part, start, end in pairs:
+            seconds[part] = seconds.get(part, 0.0) + start.elapsed_time(end) / 1e3
+        return seconds
+
+
+def watched(table: Kernels, clock: Clock, head: Weight) -> Kernels:
+    """The same ops, timed by `clock`."""
 
     def timed(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             part = HEAD if op == "linear" and args[1] is head else PARTS[op]
-            start = time.perf_counter()
-            result = function(*args)
-            watch.add(part, time.perf_counter() - start)
-            return result
+            return clock.around(part, function, *args)
 
         return call
 
-    ops = (f.name for f in fields(table) if f.name != "backend")
-    changes: dict[str, Any] = {op: timed(op, getattr(table, op)) for op in ops}
+    changes: dict[str, Any] = {op: timed(op, getattr(table, op)) for op in table.served_by()}
     return replace(table, **changes)
 
 
