@@ -18,21 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from winnow.bench.conformance import KERNEL_OPS, conformance, render
+from winnow.bench.floors import measured_rates, step_table
 from winnow.bench.machine import commit
-from winnow.bench.parts import WHOLE
-from winnow.bench.record import Record, append
-from winnow.bench.step import DECODE, PREFILL, Shape, Steps, step_records
-from winnow.bench.timing import BETWEEN, HEAD, PARTS
+from winnow.bench.record import append
+from winnow.bench.step import Shape, run_on_device, step_records
 from winnow.config import EngineConfig, SamplingParams
 from winnow.engine.build import build_engine
 from winnow.engine.engine import Engine
@@ -40,10 +38,8 @@ from winnow.engine.llm import LLM
 from winnow.engine.storage import PageStorage
 from winnow.model.checkpoint import convert, load_checkpoint, make_tiny, read_spec
 from winnow.model.transformer import Transformer
-from winnow.model.weights import ModelWeights
 from winnow.ops.batch import Batch
-from winnow.ops.sample import SampleRow
-from winnow.ops.table import Kernels, kernels, why_not
+from winnow.ops.table import kernels, why_not
 from winnow.spec.formats import BF16, cache_format
 from winnow.spec.model import BLOCK_TOKENS
 from winnow.spec.page import RowLayout
@@ -52,11 +48,12 @@ BACKENDS = ("cuda", "hopper")
 TIMED = "steps"
 TIMED_SECONDS = 60
 """Kept for the timed part, which runs last."""
-PAUSE_CYCLES = 40_000_000
-"""About 20 ms: longer than it takes to launch a step of a few layers."""
 
-MODEL, LAYERS = "minimax-m3.1-flash", 4
-CONTEXT, CHUNK, BATCHES, SAMPLES = 8192, 2048, (1, 8, 64), 10
+MODEL, LAYERS, SAMPLES = "minimax-m3.1-flash", 12, 10
+CHUNK, PREFILLS = 8192, (131_072,)
+DECODES = ((1, 8192), (8, 8192), (64, 65_536))
+WALLS = ((1, 8192), (64, 1024))
+"""Requests and tokens of each."""
 
 FORMATS = (("model", "model"), ("fp8", "fp8"), ("nvfp4", "nvfp4"))
 PROMPTS, FORCED = (900, 90), 12
@@ -72,9 +69,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=170.0, help="for all parts together")
     parser.add_argument("--part", help="run one part in this process")
     parser.add_argument("--warm", action="store_true", help="write no records")
+    parser.add_argument("--backend", help="of the timed steps; default: the GPU's own")
     args = parser.parse_args()
     if args.part is not None:
-        run_part(args.part, Path(args.out), args.commit, args.warm)
+        run_part(args.part, Path(args.out), args.commit, args.warm, args.backend)
         return
     deadline = time.monotonic() + args.seconds
     served = [backend for backend in BACKENDS if why_not(backend) is None]
@@ -127,14 +125,14 @@ def side_by_side(parts: Sequence[str], options: Sequence[str], deadline: float) 
             print((Path(home) / str(number)).read_text().rstrip(), flush=True)
 
 
-def run_part(part: str, out: Path, commit_name: str, warm: bool) -> None:
+def run_part(part: str, out: Path, commit_name: str, warm: bool, own: str | None) -> None:
     match part.split():
         case ["conformance", backend, op]:
             print(render(conformance(backend, (op,))))
         case ["tokens", backend]:
             tokens(backend, "cuda")
         case ["steps"]:
-            steps(out, commit_name, warm)
+            steps(out, commit_name, warm, own)
         case _:
             raise SystemExit(f"no part {part!r}")
 
@@ -234,165 +232,86 @@ def greedy(checkpoint: Path, backend: str, device: str) -> None:
     print(f"greedy tokens equal to the CPU's before the first that differs, of 32: {equal}")
 
 
-@dataclass
-class Events:
-    """Pairs of events on the device, by part."""
-
-    pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
-
-    def around(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = function(*args)
-        end.record()
-        self.pairs.append((part, start, end))
-        return result
-
-    def take(self) -> dict[str, float]:
-        """Seconds of each part; what lies between parts apart."""
-        torch.cuda.synchronize()
-        seconds: dict[str, float] = {}
-        for part, start, end in self.pairs:
-            seconds[part] = seconds.get(part, 0.0) + start.elapsed_time(end) / 1e3
-        self.pairs.clear()
-        seconds[BETWEEN] = seconds[WHOLE] - sum(s for p, s in seconds.items() if p != WHOLE)
-        return seconds
-
-
-def watched(model: Transformer, events: Events) -> Transformer:
-    """The same model, its ops between events."""
-    weights: ModelWeights = model.weights
-
-    def timed(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            part = HEAD if op == "linear" and args[1] is weights.head else PARTS[op]
-            return events.around(part, function, *args)
-
-        return call
-
-    table: Kernels = model.kernels
-    names = (f.name for f in fields(table) if f.name != "backend")
-    ops: dict[str, Any] = {op: timed(op, getattr(table, op)) for op in names}
-    return Transformer(model.spec, weights, replace(table, **ops))
+def steps(out: Path, commit_name: str, warm: bool, backend: str | None) -> None:
+    """Decode steps and a prefill chunk over random weights and a random cache, by part."""
+    begun = time.monotonic()
+    engine = flash(CHUNK, max(n * c for n, c in DECODES), backend)
+    built_s = time.monotonic() - begun
+    rates = measured_rates()
+    print(
+        f"{LAYERS} layers built in {built_s:.1f} s; reads {rates.read / 1e12:.2f} TB/s, multiplies "
+        f"{rates.products / 1e12:.0f} TFLOP/s in bf16"
+    )
+    shapes = [Shape(*shape) for shape in DECODES]
+    say = {"cut": f"the last {LAYERS} layers", "weights": "random"}
+    for measured in run_on_device(engine, shapes, PREFILLS, 1 if warm else SAMPLES):
+        print(step_table(engine, measured, rates), flush=True)
+        run = str(time.time_ns())
+        records = [
+            replace(record, commit=commit_name, software={**record.software, **toolkit()})
+            for found in measured
+            for record in step_records(engine, MODEL, found, f"{run} {found.timing}", say)
+        ]
+        if not warm:
+            append(out, records)
+    for requests, tokens in WALLS:
+        wall(engine, requests, tokens, 8 if warm else 48)
 
 
-def steps(out: Path, commit_name: str, warm: bool) -> None:
-    """Decode steps and a prefill chunk over random weights and a random cache."""
+def flash(chunk: int, tokens: int, backend: str | None) -> Engine:
+    """The last layers of M3.1-Flash with random weights and room for as many tokens."""
     config = EngineConfig.from_options(
         {
             "device": "cuda",
+            "backend": backend,
             "dtype": "bfloat16",
             "kv_format": "nvfp4",
             "index_format": "nvfp4",
-            "num_pages": max(BATCHES) * (CONTEXT // BLOCK_TOKENS) + 1,
-            "max_step_tokens": CHUNK,
+            "num_pages": tokens // BLOCK_TOKENS + 1025,
+            "max_step_tokens": chunk,
+            "max_running": 64,
             "prefix_caching": False,
         }
     )
-    engine = build_engine(MODEL, config, random=True, num_layers=LAYERS, progress=False)
-    # Bytes whose every nibble is a code and whose every byte is a scale near one.
-    engine.runner.storage.rows.random_(0x28, 0x40)
-    shapes = [(DECODE, requests, 1) for requests in BATCHES] + [(PREFILL, 1, CHUNK)]
-    for what, requests, rows in shapes:
-        name = f"{what}, {requests} x {CONTEXT} tokens, {requests * rows} rows"
-        try:
-            step(engine, what, requests, rows, name, out, commit_name, warm)
-        except Exception as error:
-            print(f"FAILED: {name}: {type(error).__name__}: {error}", flush=True)
+    return build_engine(MODEL, config, random=True, num_layers=LAYERS, progress=False)
 
 
-def step(
-    engine: Engine,
-    what: str,
-    requests: int,
-    rows: int,
-    name: str,
-    out: Path,
-    commit_name: str,
-    warm: bool,
-) -> None:
-    """Time one kind of step, eagerly by part; a decode step also as replays of a CUDA graph."""
-    model, storage = engine.runner.model, engine.runner.storage
-    device = storage.rows.device
-    blocks = CONTEXT // BLOCK_TOKENS
-    pages = random.Random(0).sample(range(1, storage.num_pages), requests * blocks)
-    tables = [pages[r * blocks : (r + 1) * blocks] for r in range(requests)]
-    batch = Batch.of([CONTEXT - rows] * requests, [rows] * requests, tables).to(device)
-    ids = torch.randint(model.spec.vocab_size, (requests * rows,), device=device)
-    last = torch.arange(requests, device=device) * rows + rows - 1
-    asked = [SampleRow(seed=0, index=0, temperature=0.0)] * requests
-    events = Events([])
-    timed = watched(model, events)
-
-    def run(on: Transformer) -> Tensor:
-        logits = on.forward(ids, batch, storage.layers, last)
-        return on.kernels.sample(logits, asked).ids
-
-    seconds = []
-    with torch.inference_mode():
-        run(model)
-        torch.cuda.synchronize()
-        for _ in range(1 if warm else SAMPLES):
-            torch.cuda._sleep(PAUSE_CYCLES)
-            events.around(WHOLE, run, timed)
-            seconds.append(events.take())
-        replays = [] if what == PREFILL else replayed(lambda: run(model), 1 if warm else SAMPLES)
-    found = Steps(what, Shape(requests, CONTEXT), requests * rows, seconds)
-    say = {"cut": f"the last {LAYERS} layers", "weights": "random", "timing": "device events"}
-    records = step_records(engine, MODEL, found, f"{name} {time.time_ns()}", say)
-    if replays:
-        found = replace(found, seconds=[{WHOLE: s} for s in replays])
-        say = {**say, "timing": "CUDA graph replay"}
-        records += step_records(engine, MODEL, found, f"{name} graph {time.time_ns()}", say)
-    show(name, records)
-    if not warm:
-        toolkit = {"cuda": str(torch.version.cuda)}
-        conditions = {"cache_state": "random K, V and index keys in every page"}
-        append(
-            out,
-            [
-                replace(
-                    record,
-                    software={**record.software, **toolkit},
-                    conditions={**record.conditions, **conditions},
-                    commit=commit_name,
-                )
-                for record in records
-            ],
+def wall(engine: Engine, requests: int, tokens: int, steps: int) -> None:
+    """Whole decode steps by the host's clock, scheduling and text included: with the next step
+    begun before this one's tokens are known, and without."""
+    runner = engine.runner
+    for go_ahead in (True, False):
+        guess = runner._guess
+        if not go_ahead:
+            runner._guess = lambda *_: None  # type: ignore[method-assign]
+        rng = random.Random(tokens)
+        params = SamplingParams(max_tokens=steps + 40, temperature=0.0, ignore_eos=True)
+        for r in range(requests):
+            prompt = [rng.randrange(engine.spec.vocab_size) for _ in range(tokens)]
+            engine.add(f"wall-{r}", prompt, params)
+        while len(engine.step()) < requests:
+            pass
+        for _ in range(4):
+            engine.step()
+        begun = [time.perf_counter()]
+        for _ in range(steps):
+            engine.step()
+            begun.append(time.perf_counter())
+        each = sorted(b - a for a, b in pairwise(begun))
+        for r in range(requests):
+            engine.abort(f"wall-{r}")
+        runner.drop_ahead()
+        runner._guess = guess  # type: ignore[method-assign]
+        print(
+            f"engine steps of {requests} x {tokens} tokens, the next one begun "
+            f"{'early' if go_ahead else 'after the tokens'}: {each[len(each) // 2] * 1e6:.0f} us "
+            f"median, {(begun[-1] - begun[0]) / steps * 1e6:.0f} mean",
+            flush=True,
         )
 
 
-def replayed(run: Callable[[], Any], samples: int) -> list[float]:
-    """Seconds of replays of one call, captured; empty, with the reason, if it cannot be."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            run()
-    except RuntimeError as error:
-        print(f"FAILED: no CUDA graph: {error}", flush=True)
-        return []
-    seconds = []
-    for _ in range(samples + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return seconds[1:]
-
-
-def show(name: str, records: Sequence[Record]) -> None:
-    """Medians, in microseconds: the step, its parts, and what a layer takes of it."""
-    print(f"{name}:")
-    medians: dict[str, float] = {}
-    for record in records:
-        part, timing = record.workload["part"], record.workload["timing"]
-        us = median(record.samples) * 1e3
-        medians.setdefault(part, us)
-        print(f"  {part:32} {us:10.1f} us  {timing}")
-    layers = medians[WHOLE] - medians[HEAD] - medians[PARTS["sample"]]
-    print(f"  {'a layer':32} {layers / LAYERS:10.1f} us", flush=True)
+def toolkit() -> dict[str, str]:
+    return {"cuda": str(torch.version.cuda)}
 
 
 if __name__ == "__main__":

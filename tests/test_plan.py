@@ -44,7 +44,9 @@ def agree(directory: Path, kv: str, index: str) -> None:
     cache_bytes = 5_000_001
     gpu = f"own={weights + cache_bytes}e-9"
     plan = winnow("plan", directory, *formats, "--gpu", gpu).json
-    config = EngineConfig(cache_bytes=cache_bytes, kv_format=kv, index_format=index)
+    config = EngineConfig(
+        cache_bytes=cache_bytes, kv_format=kv, index_format=index, dtype="bfloat16"
+    )
     runner = build_engine(str(directory), config, progress=False).runner
     rows = runner.storage.rows
     assert plan["weights"] == nbytes(runner.model.weights)

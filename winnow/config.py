@@ -188,6 +188,9 @@ _ENGINE_RANGES = {
     "num_pages": _size("pages of 128 tokens; leave it out to fill the memory", optional=True),
     "cache_bytes": _size("memory for pages; leave it out to fill what there is", optional=True),
     "max_model_len": _size("tokens of prompt and answer; None is the model's own", optional=True),
+    "memory_fraction": _Range(
+        0.01, 1.0, "the share of a device's memory to use", whole=False, optional=True
+    ),
 }
 
 
@@ -207,6 +210,10 @@ class EngineConfig:
     num_pages: int | None = None
     cache_bytes: int | None = None
     """Another way to say `num_pages`; only one of the two may be given."""
+    memory_fraction: float | None = None
+    """Of a GPU's memory, all of it; on a CPU of what is free. None: 0.9 there, 0.25 here."""
+    cuda_graphs: bool = True
+    """Whether decode steps on a GPU are captured once a shape and replayed."""
     prefix_caching: bool = True
     max_model_len: int | None = None
     device: str = "cpu"
@@ -218,6 +225,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_ranges(self, _ENGINE_RANGES, UnsupportedError)
         _check_flag(self, "prefix_caching", UnsupportedError)
+        _check_flag(self, "cuda_graphs", UnsupportedError)
         _check_choice("kv_format", self.kv_format, CACHE_FORMATS)
         _check_choice("index_format", self.index_format, CACHE_FORMATS)
         if self.dtype is not None:

@@ -309,7 +309,7 @@ def test_the_plan_and_the_engine_agree_to_the_byte(tiny: Path) -> None:
         answer = plan(Question(str(tiny), gpu="own=1", kv=kv, index=index, memory_fraction=1.0))
         assert answer.fit is not None
         cache = 10**9 - answer.weight_bytes
-        config = EngineConfig(kv_format=kv, index_format=index, cache_bytes=cache)
+        config = EngineConfig(kv_format=kv, index_format=index, cache_bytes=cache, dtype="bfloat16")
         engine = build_engine(str(tiny), config, progress=False)
         assert nbytes(engine.runner.model.weights) == answer.weights
         storage = engine.runner.storage

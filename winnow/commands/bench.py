@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from winnow.commands.bench_kernels import add_kernels
 from winnow.commands.conditions import add_condition_options, conditions
 from winnow.commands.engine_options import (
     add_engine_options,
@@ -29,6 +30,7 @@ def add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measurements and checks")
     suites = bench.add_subparsers(title="suites", required=True, metavar="SUITE")
     _add_conformance(suites)
+    add_kernels(suites)
     _add_step(suites)
     _add_serving(suites)
     _add_import(suites)
@@ -60,7 +62,13 @@ def _add_step(suites: Any) -> None:
     add("--context", type=_list(_COUNT), default=[4096], metavar="N,...", help="tokens a request")
     add("--batch", type=_list(_COUNT), default=[1], metavar="N,...", help="requests of a step")
     add("--steps", type=_COUNT, default=16, metavar="N", help="decode steps of each repeat")
-    add("--repeats", type=_COUNT, default=3, metavar="N", help="times each shape is run anew")
+    add(
+        "--repeats",
+        type=_COUNT,
+        default=3,
+        metavar="N",
+        help="times each shape is run anew; on a CPU",
+    )
     add("--threads", type=_COUNT, metavar="N", help="of the CPU; default: torch's own choice")
     _add_out(parser)
     add_engine_options(parser.add_argument_group("engine"))
@@ -79,9 +87,11 @@ def _step(args: argparse.Namespace) -> int:
     args.no_prefix_caching = True
     engine = build_engine(args.model, engine_config(args), **build_options(args))
     shapes = [Shape(batch, context) for batch in args.batch for context in args.context]
+    say = {"weights": "random" if args.random_weights else "of the checkpoint"}
+    if engine.runner.storage.rows.is_cuda:
+        return _device_step(args, engine, shapes, say)
     for found in run(engine, shapes, args.steps, args.repeats):
-        weights = "random" if args.random_weights else "of the checkpoint"
-        records = step_records(engine, args.model, found, _run_id(), {"weights": weights})
+        records = step_records(engine, args.model, found, _run_id(), say)
         whole, parts = breakdown(records)
         print(
             f"{found.what}, {found.rows} rows, {found.shape.requests} x {found.shape.context} "
@@ -92,6 +102,29 @@ def _step(args: argparse.Namespace) -> int:
             print(f"  {part:34} {spent:9.3f} ms {spent / whole:6.1%}")
         if args.out is not None:
             append(args.out, records)
+    return 0
+
+
+def _device_step(
+    args: argparse.Namespace, engine: Any, shapes: list[Any], say: dict[str, str]
+) -> int:
+    """Steps of a GPU: each part beside the least that it can take."""
+    from winnow.bench.floors import measured_rates, step_table
+    from winnow.bench.record import append
+    from winnow.bench.step import run_on_device, step_records
+
+    rates = measured_rates()
+    print(
+        f"this GPU reads {rates.read / 1e12:.2f} TB/s and multiplies {rates.products / 1e12:.0f} "
+        "TFLOP/s in bf16; floors are bytes or operations at these rates"
+    )
+    for measured in run_on_device(engine, shapes, args.context, args.steps):
+        print(step_table(engine, measured, rates), flush=True)
+        run_id = _run_id()
+        for found in measured:
+            records = step_records(engine, args.model, found, f"{run_id} {found.timing}", say)
+            if args.out is not None:
+                append(args.out, records)
     return 0
 
 

@@ -33,8 +33,22 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
     add("--max-running", type=int, metavar="N", help="requests computed side by side")
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
     add("--num-pages", type=int, metavar="N", help="pages of 128 tokens; default: what fits")
+    add(
+        "--memory-fraction",
+        type=float,
+        metavar="F",
+        help="share of a GPU's memory to use, default 0.9; on a CPU of what is free, default 0.25",
+    )
+    add(
+        "--cuda-graphs",
+        choices=("on", "off"),
+        default="on",
+        help="replay decode steps on a GPU from captures",
+    )
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
-    add("--dtype", choices=DTYPES, help="compute dtype; default: the model's")
+    add(
+        "--dtype", choices=DTYPES, help="compute dtype; default: float32 on a CPU, else the model's"
+    )
     add("--device", metavar="cpu|cuda", help="where to compute; default: cpu")
     add(
         "--backend",
@@ -52,7 +66,11 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
         for name in EngineConfig.__dataclass_fields__
         if getattr(args, name, None) is not None
     }
-    return {**given, "prefix_caching": not args.no_prefix_caching}
+    switches = {
+        "prefix_caching": not args.no_prefix_caching,
+        "cuda_graphs": args.cuda_graphs == "on",
+    }
+    return {**given, **switches}
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

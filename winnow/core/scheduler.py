@@ -109,12 +109,13 @@ class Scheduler:
         self._num_arrived += 1
         self._waiting[request.request_id] = request
 
-    def plan(self) -> StepPlan:
+    def plan(self, admit: bool = True) -> StepPlan:
         """Decide the next step; it is in flight until `complete()`.
 
         First the running requests that need one row, then those that need more, then waiting ones,
         each in order of arrival. The plan is empty only if there are no requests, and then it is
-        not in flight.
+        not in flight. Without `admit` no waiting request starts, so with none running it is empty
+        too: for a caller that has begun to compute what the running ones need next.
         """
         assert self._in_flight is None, "the last plan has not been completed"
         draft = _Draft(self.max_step_tokens)
@@ -122,7 +123,7 @@ class Scheduler:
             self._continue(request, draft)
         # Whoever was preempted is now at the head of the queue. Readmitting it at once would
         # take back the page that it gave way for.
-        if not draft.preempted:
+        if admit and not draft.preempted:
             self._admit(draft)
         plan = StepPlan(tuple(draft.rows.values()), tuple(draft.preempted))
         if plan.rows:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from winnow.config import EngineConfig
 from winnow.core.scheduler import Scheduler
 from winnow.engine.engine import Engine
+from winnow.engine.graphs import CudaCapture, StepGraphs
+from winnow.engine.memory import count_pages
 from winnow.engine.runner import Runner
 from winnow.engine.storage import PageStorage
 from winnow.engine.text import Tokenizer, load_tokenizer
-from winnow.errors import CapacityError, UnsupportedError
+from winnow.errors import UnsupportedError
 from winnow.model.checkpoint import load_checkpoint, random_weights, read_spec
-from winnow.model.checkpoint.random import free_memory_bytes
 from winnow.model.transformer import Transformer
-from winnow.model.weights import ModelWeights
+from winnow.model.weights import ModelWeights, Prepare
 from winnow.ops.paged import CacheScales
 from winnow.ops.table import BACKENDS, Kernels, kernels, why_not
 from winnow.spec.capacity import WEIGHT_FORMATS
 from winnow.spec.embedded import checkpoint_path
 from winnow.spec.formats import BF16, FP8, FP32, NVFP4, Format, cache_format
-from winnow.spec.memory import plan_memory
 from winnow.spec.model import BLOCK_TOKENS, ModelSpec
 from winnow.spec.page import RowLayout
 from winnow.spec.presets import PRESETS, preset
@@ -34,8 +35,6 @@ _DTYPES: dict[str, tuple[torch.dtype, Format]] = {
     "float32": (torch.float32, FP32),
     "bfloat16": (torch.bfloat16, BF16),
 }
-_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
-"""Of the free memory: a laptop's other programs want the rest, a GPU's activations."""
 
 
 def build_engine(
@@ -62,12 +61,14 @@ def build_engine(
         spec, tokenizer = _open(model, num_layers)
     for note in spec.notes:
         log.warning("%s", note)
-    dtype, model_format = _DTYPES[config.dtype or spec.dtype]
+    dtype, model_format = _DTYPES[config.dtype or _own_dtype(config, spec)]
     device = _prepare(config)
+    prepare = partial(table.prepare, spec=spec, dtype=dtype)
     if random:
-        weights = _random_weights(spec, dtype, model_format, device)
+        weights = _random_weights(spec, dtype, model_format, device, prepare)
     else:
-        weights = load_checkpoint(checkpoint_path(model), spec, dtype, progress, device, report)
+        path = checkpoint_path(model)
+        weights = load_checkpoint(path, spec, dtype, progress, device, report, prepare)
     return assemble(spec, weights, tokenizer, config, table, model_format)
 
 
@@ -91,7 +92,8 @@ def assemble(
             f"max_model_len is {max_model_len}, the model has {spec.max_positions} positions: "
             f"lower it to {spec.max_positions}"
         )
-    num_pages = _num_pages(config, layout, max_model_len)
+    model = Transformer(spec, weights, table)
+    num_pages = count_pages(config, model, layout, max_model_len)
     _say_index_scale(layout.index_format)
     scales = _kv_scales(layout.kv_format, weights.cache_scales)
     storage = PageStorage(layout, num_pages, scales, config.device)
@@ -101,12 +103,27 @@ def assemble(
         max_running=config.max_running,
         prefix_caching=config.prefix_caching,
     )
-    runner = Runner(Transformer(spec, weights, table), storage)
+    runner = Runner(model, storage, _graphs(config, model, storage, max_model_len))
     log.info(
         "backend %s, KV %s, index %s, %d pages of %d bytes",
         table.backend, layout.kv_format.name, layout.index_format.name, num_pages, layout.row_bytes,
     )  # fmt: skip
     return Engine(spec, runner, scheduler, tokenizer, max_model_len)
+
+
+def _graphs(
+    config: EngineConfig, model: Transformer, storage: PageStorage, max_model_len: int
+) -> StepGraphs | None:
+    """Captures of decode steps, on a GPU and unless they are not wanted."""
+    if not (config.cuda_graphs and storage.rows.is_cuda):
+        return None
+    blocks = min(-(-max_model_len // BLOCK_TOKENS), storage.num_pages - 1)
+    graphs = StepGraphs(model, storage, CudaCapture(), config.max_running, blocks)
+    log.info(
+        "decode steps are captured at first use, padded to one of %s requests and %s blocks",
+        ", ".join(map(str, graphs.sizes)), ", ".join(map(str, graphs.widths)),
+    )  # fmt: skip
+    return graphs
 
 
 def _backend(config: EngineConfig) -> str:
@@ -124,6 +141,12 @@ def _backend(config: EngineConfig) -> str:
             f"backend {config.backend} does not run on device {config.device}: leave one out"
         )
     return config.backend
+
+
+def _own_dtype(config: EngineConfig, spec: ModelSpec) -> str:
+    """The model's dtype on a GPU; fp32 on a CPU, where it alone makes a request's tokens not depend
+    on what is served beside it, and where most processors multiply nothing narrower."""
+    return "float32" if config.device == "cpu" else spec.dtype
 
 
 def _prepare(config: EngineConfig) -> torch.device:
@@ -151,39 +174,17 @@ def _open(model: str, num_layers: int | None) -> tuple[ModelSpec, Tokenizer | No
     return read_spec(path), load_tokenizer(path)
 
 
-def _num_pages(config: EngineConfig, layout: RowLayout, max_model_len: int) -> int:
-    """As many pages as asked for, else what fits in a share of the free memory.
-
-    Never more than `max_running` requests of the greatest length could hold.
-    """
-    device = torch.device(config.device)
-    available = free_memory_bytes(device)
-    if config.num_pages is not None:
-        if config.num_pages * layout.row_bytes > available:
-            raise CapacityError(
-                f"{config.num_pages} pages of {layout.row_bytes} bytes were asked for, {available} "
-                f"bytes are free: lower --num-pages to {available // layout.row_bytes}"
-            )
-        return config.num_pages
-    if config.cache_bytes is not None and config.cache_bytes > available:
-        raise CapacityError(
-            f"a cache of {config.cache_bytes} bytes was asked for, {available} bytes are free: "
-            "lower cache_bytes"
-        )
-    share = 1.0 if config.cache_bytes else _CACHE_SHARE[device.type]
-    # The weights are in memory already: what is free is free for pages.
-    memory = plan_memory(config.cache_bytes or available, 0, layout.row_bytes, share)
-    most = config.max_running * -(-max_model_len // BLOCK_TOKENS) + 1
-    return min(memory.num_pages, most)
-
-
 def _random_weights(
-    spec: ModelSpec, dtype: torch.dtype, plain: Format, device: torch.device
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    plain: Format,
+    device: torch.device,
+    prepare: Prepare,
 ) -> ModelWeights:
     """Random weights in the formats of the preset's checkpoint."""
     experts, linear = WEIGHT_FORMATS[spec.quantization]
     held = ((experts or plain).name, (linear or plain).name)
-    return random_weights(spec, dtype, *held, device=device)
+    return random_weights(spec, dtype, *held, device=device, prepare=prepare)
 
 
 def _kv_scales(

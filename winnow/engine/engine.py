@@ -116,26 +116,31 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Compute one step: what each request that moved on has to say, in the plan's order."""
-        plan = self.scheduler.plan()
+        admit = not self.runner.is_ahead
+        plan = self.scheduler.plan(admit)
+        if not plan.rows and not admit:
+            # Nobody is left whom the step that was begun could serve.
+            self.runner.drop_ahead()
+            admit, plan = True, self.scheduler.plan()
         self.started = self._start(plan)
         if not plan.rows:
             return []
         requests = {r.request_id: self._live[r.request_id].request for r in plan.rows}
-        inputs = self.runner.inputs(plan, requests)
-        logits = self.runner.logits(inputs)
-        rows = [self._live[request_id].sample_row() for request_id in inputs.sampled]
-        sampled = self.runner.sample(logits, rows)
+        sampling = {
+            r.request_id: self._live[r.request_id].sample_row() for r in plan.rows if r.samples
+        }
+        # While a step is begun, nobody is admitted: who waits gets every second step at least.
+        go_ahead = admit or not self.scheduler.stats().num_waiting
+        found = self.runner.run(plan, requests, sampling, go_ahead)
         tokens: dict[str, int] = {}
         outputs: list[Output] = []
-        ids, bad = sampled.ids.tolist(), sampled.bad.tolist()
-        for request_id, token, failed in zip(inputs.sampled, ids, bad, strict=True):
-            if failed:
+        for request_id, result in found.items():
+            if result.token < 0:
                 outputs.append(self._fail(request_id, self._live[request_id].not_sampled()))
             else:
-                tokens[request_id] = token
+                tokens[request_id] = result.token
         self.scheduler.complete(plan, tokens)
-        logprobs = dict(zip(inputs.sampled, sampled.logprobs, strict=True))
-        outputs += [self._advance(r, token, logprobs[r]) for r, token in tokens.items()]
+        outputs += [self._advance(r, token, found[r].logprobs) for r, token in tokens.items()]
         return outputs
 
     def stats(self, max_age_s: float = 0.0) -> EngineStats:

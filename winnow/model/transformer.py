@@ -29,21 +29,29 @@ class Transformer:
         token_ids: Tensor,
         batch: Batch,
         pages: Sequence[LayerPages],
-        logit_rows: Tensor,
+        logit_rows: Tensor | None,
+        logits: Tensor | None = None,
     ) -> Tensor:
         """Insert the rows' K, V and index keys into `pages` and return logits.
 
         `token_ids` int64 [rows]; `pages` one entry a layer; `logit_rows` int64 [n]: the rows
-        whose logits are wanted. Returns fp32 [n, vocab_size].
+        whose logits are wanted, None for all. Returns fp32 [n, vocab_size]: `logits`, if given.
         """
-        ops, weights = self.kernels, self.weights
+        ops, weights, eps = self.kernels, self.weights, self.spec.norm_eps
         rope = rope_tables(batch.positions, self.spec)
         x = F.embedding(token_ids, weights.embedding)
-        for layer, layer_pages in zip(weights.layers, pages, strict=True):
-            x = x + self._attention(x, layer, rope, batch, layer_pages)
-            x = x + self._mlp(x, layer)
-        x = ops.norm(x[logit_rows], weights.final_norm, self.spec.norm_eps)
-        return ops.linear(x, weights.head).float()
+        normed = ops.norm(x, weights.layers[0].input_norm, eps)
+        # What follows each layer: the next one's first norm, or the last of all.
+        norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
+        for layer, layer_pages, norm in zip(weights.layers, pages, norms, strict=True):
+            out = self._attention(normed, layer, rope, batch, layer_pages)
+            x, normed = ops.add_norm(x, out, layer.post_norm, eps)
+            out = self._mlp(normed, layer)
+            if norm is weights.final_norm and logit_rows is not None:
+                x, out = x[logit_rows], out[logit_rows]
+            x, normed = ops.add_norm(x, out, norm, eps)
+        found = ops.linear(normed, weights.head)
+        return found.float() if logits is None else logits.copy_(found)
 
     def _attention(
         self,
@@ -54,7 +62,6 @@ class Transformer:
         pages: LayerPages,
     ) -> Tensor:
         ops, spec = self.kernels, self.spec
-        x = ops.norm(x, layer.input_norm, spec.norm_eps)
         q, index_q = ops.attention_inputs(x, layer.attention, spec, rope, batch, pages)
         if index_q is None or pages.index is None:
             out = ops.dense_attention(q, batch, pages)
@@ -64,7 +71,6 @@ class Transformer:
         return ops.linear(out.flatten(1), layer.attention.out)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        x = self.kernels.norm(x, layer.post_norm, self.spec.norm_eps)
         if isinstance(layer.mlp, MoeWeights):
             return self.kernels.moe(x, layer.mlp, self.spec)
         return self.kernels.mlp(x, layer.mlp, self.spec)

@@ -7,13 +7,16 @@ is 1 + weight, which the op applies.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from winnow.ops.paged import CacheScales
 from winnow.ops.weights import AttentionWeights, MlpWeights, MoeWeights, PlainWeight, tensors
 from winnow.spec.memory import PARTS
+
+Part = TypeVar("Part", bound=AttentionWeights | MlpWeights | MoeWeights)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,22 @@ class ModelWeights:
     final_norm: Tensor
     head: PlainWeight
     cache_scales: tuple[CacheScales, ...] | None = None
+
+
+class Prepare(Protocol):
+    """Puts a part of a layer into the form that a backend's ops read, in its own memory."""
+
+    def __call__(self, part: Part) -> Part: ...
+
+
+def as_stored(part: Part) -> Part:
+    """The part as a checkpoint stores it."""
+    return part
+
+
+def prepared(layer: LayerWeights, prepare: Prepare) -> LayerWeights:
+    """A layer in a backend's form; what was given is used up."""
+    return replace(layer, attention=prepare(layer.attention), mlp=prepare(layer.mlp))
 
 
 def nbytes(model: ModelWeights) -> dict[str, int]:

@@ -24,7 +24,7 @@ from winnow.model.checkpoint.resolve import (
     StoredPiece,
     resolve,
 )
-from winnow.model.weights import ModelWeights
+from winnow.model.weights import ModelWeights, Prepare, as_stored, prepared
 from winnow.ops.paged import CacheScales
 from winnow.ops.weights import Mxfp8Weight, Nvfp4Weight, PlainWeight, Weight
 from winnow.spec.model import ModelSpec
@@ -40,13 +40,15 @@ def load_checkpoint(
     progress: bool = True,
     device: torch.device | str = "cpu",
     report: Callable[[int, int], None] | None = None,
+    prepare: Prepare = as_stored,
 ) -> ModelWeights:
     """The weights in `directory`, each matrix in the format in which it is stored.
 
     Unquantised weights come in `dtype` (float32 or bfloat16), norms and router in fp32. A
     progress bar shows bytes read, on a terminal only; `report` gets them too, and their total,
-    after every tensor. Raises CheckpointError, before anything is
-    read where headers show the fault, and names the file and the tensor.
+    after every tensor. Each layer goes through `prepare` as soon as it is read. Raises
+    CheckpointError, before anything is read where headers show the fault, and names the file and
+    the tensor.
     """
     files = CheckpointFiles(Path(directory))
     stored = resolve(files, spec)
@@ -64,7 +66,8 @@ def load_checkpoint(
             if report is not None:
                 report(done, total)
 
-        return _Loader(files, dtype, torch.device(device), read).model(stored, spec)
+        loader = _Loader(files, dtype, torch.device(device), read)
+        return loader.model(stored, spec, prepare)
 
 
 class _Loader:
@@ -82,7 +85,7 @@ class _Loader:
         self.device = device
         self.read = read
 
-    def model(self, stored: StoredModel, spec: ModelSpec) -> ModelWeights:
+    def model(self, stored: StoredModel, spec: ModelSpec, prepare: Prepare) -> ModelWeights:
         cache_scales = tuple(
             CacheScales(**{role: self._cache_scale(name) for role, name in layer.items()})
             for layer in stored.cache_scales
@@ -99,9 +102,12 @@ class _Loader:
             )
             head = embedding
         layers = tuple(
-            layer_weights(
-                {role: self._matrix(matrix) for role, matrix in layer.matrices.items()},
-                {role: self._exact(name) for role, name in layer.plain.items()},
+            prepared(
+                layer_weights(
+                    {role: self._matrix(matrix) for role, matrix in layer.matrices.items()},
+                    {role: self._exact(name) for role, name in layer.plain.items()},
+                ),
+                prepare,
             )
             for layer in stored.layers
         )

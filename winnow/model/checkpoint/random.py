@@ -14,7 +14,7 @@ from torch import Tensor
 from winnow.errors import CapacityError, UnsupportedError
 from winnow.model.checkpoint.assemble import allocate, layer_weights
 from winnow.model.checkpoint.names import Matrix, layer_names
-from winnow.model.weights import LayerWeights, ModelWeights
+from winnow.model.weights import LayerWeights, ModelWeights, Prepare, as_stored, prepared
 from winnow.ops.weights import Mxfp8Weight, Nvfp4Weight, PlainWeight, Weight
 from winnow.spec.formats import BF16, FP32, MXFP8, NVFP4, Format
 from winnow.spec.memory import weight_bytes
@@ -38,12 +38,14 @@ def random_weights(
     linear: str,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    prepare: Prepare = as_stored,
 ) -> ModelWeights:
     """Random weights of the model `spec`, of standard deviation near 1 / sqrt(K).
 
     `experts` and `linear` name the formats of routed experts and of all other linears: mxfp8,
     nvfp4, or the format of `dtype` (fp32 or bf16), which embedding, head and norms have as in a
-    checkpoint. The same seed gives the same weights on the same kind of device. Raises
+    checkpoint. The same seed gives the same weights on the same kind of device. Each layer goes
+    through `prepare` once it is made. Raises
     UnsupportedError for another format, CapacityError when free memory does not hold the model.
     """
     plain = _PLAIN[dtype]
@@ -56,7 +58,8 @@ def random_weights(
     if not spec.tied_embeddings:
         head = maker.normal(embedding.shape, spec.hidden_size**-0.5, dtype)
     layers = tuple(
-        maker.layer(spec, i, expert_format, linear_format) for i in range(spec.num_layers)
+        prepared(maker.layer(spec, i, expert_format, linear_format), prepare)
+        for i in range(spec.num_layers)
     )
     final_norm = maker.normal((spec.hidden_size,), _NORM_STD, torch.float32)
     return ModelWeights(embedding, layers, final_norm, PlainWeight(head))

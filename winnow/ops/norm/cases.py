@@ -43,6 +43,17 @@ def _case(name: str, x: Tensor, *, zero_weight: bool = False) -> Case:
     )
 
 
+def _sum_case(name: str, x: Tensor, delta: Tensor) -> Case:
+    return Case(
+        op="add_norm",
+        name=f"sum, {name}",
+        inputs=lambda: {"delta": delta.clone(), **_inputs(x)},
+        outputs=lambda f, kw: dict(zip(("sum", "out"), f(**kw), strict=True)),
+        tolerances={"sum": 0.0, "out": TOLERANCE[x.dtype]},
+        cost=Cost(4 * x.numel() * x.element_size(), 5 * x.numel()),
+    )
+
+
 CASES = (
     *(
         _case(f"{rows}x96 {name}", _random(rows, 96, dtype))
@@ -52,4 +63,15 @@ CASES = (
     _case("weight of zeros", _random(4, 96, torch.float32), zero_weight=True),
     _case("non-contiguous", _random(12, 192, torch.float32)[::3, :96]),
     _case("zeros, tiny, inf, NaN, huge", _hostile()),
+    *(
+        _sum_case(
+            f"{rows}x{width} {name}", _random(rows, width, dtype), _random(rows, width, dtype)
+        )
+        for rows, width in ((0, 96), (1, 96), (129, 96), (3, 6144))
+        for name, dtype in DTYPES.items()
+    ),
+    _sum_case("zeros, tiny, inf, NaN, huge", _hostile(), _hostile().flip(0)),
+    _sum_case(
+        "non-contiguous", _random(12, 192, torch.float32)[::3, :96], _random(4, 96, torch.float32)
+    ),
 )

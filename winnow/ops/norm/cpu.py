@@ -13,6 +13,12 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return norm_rotate(x.reshape(-1, 1, x.shape[-1]), weight, eps, None).view(x.shape).to(x.dtype)
 
 
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `winnow.ops.norm.AddNorm`."""
+    total = x + delta
+    return total, norm(total, weight, eps)
+
+
 def norm_rotate(
     x: Tensor, weight: Tensor, eps: float, rope: tuple[Tensor, Tensor] | None
 ) -> Tensor:

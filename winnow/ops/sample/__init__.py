@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     # Who passes on what was sampled, and computes nothing, need not load torch.
@@ -56,6 +56,33 @@ class SampleRow:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class SampleColumns:
+    """How many rows are sampled, as tensors [rows, 1] on the logits' device, so that a captured
+    step can read other numbers at each replay. For rows without edits of logits and logprobs.
+
+    `top_k` is int64, the others float64; `uniform` holds each row's `uniform(seed, index)`. Stages
+    7 and 8 are left out unless `ranked`, and all temperatures are taken as 0 unless `drawn`.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+    drawn: bool = True
+    ranked: bool = True
+
+    def rows(self) -> Iterator[tuple[SampleRow, float]]:
+        """Each row's options and its uniform, read back from the device."""
+        names = ("temperature", "top_k", "top_p", "min_p", "uniform")
+        for t, k, p, m, u in zip(*(getattr(self, n)[:, 0].tolist() for n in names), strict=True):
+            off: dict[str, Any] = {"top_k": 0, "top_p": 1.0}
+            ranked: dict[str, Any] = {"top_k": k, "top_p": p} if self.ranked else off
+            temperature = t if self.drawn else 0.0
+            yield SampleRow(seed=0, index=0, temperature=temperature, min_p=m, **ranked), u
+
+
 @dataclass(frozen=True)
 class Logprobs:
     """Natural logarithms of the probabilities that the unprocessed logits give."""
@@ -67,7 +94,8 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """`ids` int64 [rows] and `bad` bool [rows], on the logits' device; one `logprobs` a row.
+    """`ids` int64 [rows] and `bad` bool [rows], on the logits' device; one `logprobs` a row, or
+    none at all where rows came as `SampleColumns`.
 
     A bad row has id -1 and no logprobs.
     """
@@ -78,7 +106,7 @@ class Sampled:
 
 
 class Sample(Protocol):
-    def __call__(self, logits: Tensor, requests: Sequence[SampleRow]) -> Sampled:
+    def __call__(self, logits: Tensor, requests: Sequence[SampleRow] | SampleColumns) -> Sampled:
         """One token a row, in this order of stages.
 
         1. logit_bias is added. 2. banned ids become -inf. 3. So do ids that are not `allowed`.
@@ -97,6 +125,9 @@ class Sample(Protocol):
         `logits` fp32 [rows, V], left as they are; -inf marks an impossible token. A row with NaN
         or +inf, or with no possible token left, is bad and leaves the others alone. ValueError
         when `requests` are not as many as the rows, or `allowed` has not one bit for each id.
+
+        `requests` as SampleColumns give the same tokens by the stages from temperature on; on a
+        GPU nothing is then read back, so a CUDA graph may hold the call.
         """
         ...
 

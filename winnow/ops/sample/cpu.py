@@ -11,26 +11,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from winnow.ops.sample import Logprobs, Sampled, SampleRow
-from winnow.ops.sample.reference import draw, edited, has_choice, weights
+from winnow.ops.sample import Logprobs, SampleColumns, Sampled, SampleRow
+from winnow.ops.sample.reference import draw, edited, has_choice, weights, with_uniforms
 
 _NUCLEUS_GUESS = 1024
 """How many of the most likely tokens top_p looks at first; it goes on with eight times as many."""
 
 
-def sample(logits: Tensor, requests: Sequence[SampleRow]) -> Sampled:
+def sample(logits: Tensor, requests: Sequence[SampleRow] | SampleColumns) -> Sampled:
     """See `winnow.ops.sample.Sample`."""
-    if logits.shape[0] != len(requests):
-        raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} requests")
+    asked = list(with_uniforms(requests))
+    if logits.shape[0] != len(asked):
+        raise ValueError(f"{logits.shape[0]} rows of logits for {len(asked)} requests")
     # argmax stops at the first of equals, and at a NaN before anything else.
     ids = torch.from_numpy(logits.numpy().argmax(axis=1))
     bad = ~logits.gather(1, ids[:, None])[:, 0].isfinite()
     for i, is_bad in enumerate(bad.tolist()):
-        if not is_bad and (requests[i].temperature != 0 or requests[i].edits_logits):
-            chosen = _choose(logits[i], requests[i])
+        if not is_bad and (asked[i][0].temperature != 0 or asked[i][0].edits_logits):
+            chosen = _choose(logits[i], *asked[i])
             bad[i] = chosen is None
             ids[i] = -1 if chosen is None else chosen
     ids[bad] = -1
+    if isinstance(requests, SampleColumns):
+        return Sampled(ids, bad, ())
     logprobs = (
         None if chosen < 0 or request.logprobs is None else _logprobs(row, chosen, request.logprobs)
         for row, chosen, request in zip(logits, ids.tolist(), requests, strict=True)
@@ -38,7 +41,7 @@ def sample(logits: Tensor, requests: Sequence[SampleRow]) -> Sampled:
     return Sampled(ids, bad, tuple(logprobs))
 
 
-def _choose(logits: Tensor, request: SampleRow) -> int | None:
+def _choose(logits: Tensor, request: SampleRow, drawn: float) -> int | None:
     row = edited(logits, request) if request.edits_logits else logits
     if not has_choice(row):
         return None
@@ -57,7 +60,7 @@ def _choose(logits: Tensor, request: SampleRow) -> int | None:
         likely = (weight >= request.min_p).nonzero()[:, 0]
         kept = likely if kept is None else kept[likely]
         weight = weight[likely]
-    place = draw(weight, request.seed, request.index)
+    place = draw(weight, drawn)
     return place if kept is None else int(kept[place])
 
 

@@ -1,8 +1,8 @@
-"""`sample` on a GPU: all rows together, stage by stage; a sort only where a rank is asked for.
+"""`sample` on a GPU: all rows together, stage by stage; a sort only where logprobs are asked for.
 
-Sums over a row are taken by one kernel in one order of its own, since library scans add in an
-order that follows the number of rows: a row's token must not. The reference's sums may differ in
-the last bit of fp64, so a token may where a draw falls within that of the edge between two.
+The vocabulary is divided into chunks that do not depend on the number of rows, and sums are taken
+in one order over them: a row's token must not depend on its batch. The reference's sums may differ
+in the last bit of fp64, so a token may where a draw falls within that of the edge between two.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from winnow.ops.sample import Logprobs, Sampled, SampleRow, uniform
+from winnow.ops.sample import Logprobs, SampleColumns, Sampled, SampleRow, uniform
+from winnow.ops.sample.ranks import CHUNK, cut, heat_of
 from winnow.ops.sample.reference import edited
 
 _SCAN_BLOCK = 2048
 
 
-def sample(logits: Tensor, requests: Sequence[SampleRow]) -> Sampled:
+def sample(logits: Tensor, requests: Sequence[SampleRow] | SampleColumns) -> Sampled:
     """See `winnow.ops.sample.Sample`. Waits for the device only where a stage before temperature or
     logprobs are asked for."""
+    if isinstance(requests, SampleColumns):
+        return Sampled(*_choose(logits, requests), ())
     if logits.shape[0] != len(requests):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} requests")
     if not requests:
         empty = torch.zeros(0, dtype=torch.int64, device=logits.device)
         return Sampled(empty, empty.bool(), ())
     rows = _edited(logits, requests)
-    largest = rows.amax(1, keepdim=True)
-    # A row that was bad before its edits stays so: they may have banned the NaN.
-    bad = ~(largest[:, 0].isfinite() & logits.amax(1).isfinite())
-    ids = _first(rows == largest)
-    drawn = [i for i, request in enumerate(requests) if request.temperature != 0]
-    if drawn:
-        places = _tensor(drawn, torch.int64, logits.device)
-        ids[places] = _draw(rows[places], largest[places], [requests[i] for i in drawn])
-    ids = ids.masked_fill(bad, -1)
+    ids, bad = _choose(rows, _columns(requests, logits))
+    if rows is not logits:
+        # A row that was bad before its edits stays so: they may have banned the NaN.
+        bad |= ~logits.amax(1).isfinite()
+        ids.masked_fill_(bad, -1)
     return Sampled(ids, bad, _logprobs(logits, ids, requests))
 
 
@@ -52,46 +51,69 @@ def _edited(logits: Tensor, requests: Sequence[SampleRow]) -> Tensor:
     return rows
 
 
-def _draw(rows: Tensor, largest: Tensor, requests: Sequence[SampleRow]) -> Tensor:
-    """Stages 6 to 10: int64 [rows]. Means nothing for a bad row."""
-
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
-        return _tensor(values, dtype, rows.device).unsqueeze(1)
-
-    weight = ((rows.double() - largest) / column([r.temperature for r in requests])).exp()
-    kept = weight >= column([r.min_p for r in requests])
-    ranked = [i for i, r in enumerate(requests) if r.top_k or r.top_p < 1]
-    if ranked:
-        places = _tensor(ranked, torch.int64, rows.device)
-        asked = [requests[i] for i in ranked]
-        count = column([r.top_k or rows.shape[1] for r in asked], torch.int64)
-        share = column([r.top_p if r.top_p < 1 else 2.0 for r in asked])
-        kept[places] &= _likeliest(rows[places], weight[places], count, share)
-    weight = weight.masked_fill(~kept, 0.0)
-    running = _running_sum(weight)
-    target = column([uniform(r.seed, r.index) for r in requests]) * running[:, -1:]
-    # Rounding may lift the running sum at an id that was not kept.
-    return _first(kept & (running > target))
-
-
-def _likeliest(rows: Tensor, weight: Tensor, count: Tensor, share: Tensor) -> Tensor:
-    """Stages 7 and 8: which of [rows, V] are among the `count` [rows, 1] largest and, of these,
-    the fewest that reach `share` [rows, 1] of their weight; a share above 1 is never reached."""
-    # Adding zero makes -0.0 the equal of 0.0 for a sort that looks at bits.
-    order = (rows + 0.0).sort(dim=1, descending=True, stable=True).indices
-    rank = torch.arange(rows.shape[1], device=rows.device).expand_as(order)
-    chosen = rank < count
-    among = torch.zeros_like(chosen).scatter_(1, order, chosen)
-    total = _running_sum(weight.masked_fill(~among, 0.0))[:, -1:]
-    mass = _running_sum(weight.gather(1, order).masked_fill(~chosen, 0.0))
-    chosen &= rank <= (mass < share * total).sum(1, keepdim=True)
-    return torch.zeros_like(chosen).scatter_(1, order, chosen)
+def _columns(requests: Sequence[SampleRow], logits: Tensor) -> SampleColumns:
+    """The options of all rows, brought to the device in one copy."""
+    drawn = any(r.temperature for r in requests)
+    values = [
+        (
+            r.temperature,
+            r.top_p,
+            r.min_p,
+            uniform(r.seed, r.index) if r.temperature else 0.0,
+            min(r.top_k, logits.shape[1]),
+        )
+        for r in requests
+    ]
+    packed = _tensor(values, torch.float64, logits.device)
+    temperature, top_p, min_p, draws, top_k = packed.split(1, dim=1)
+    return SampleColumns(
+        temperature,
+        top_k.long(),
+        top_p,
+        min_p,
+        draws,
+        drawn=drawn,
+        ranked=any(r.temperature and (r.top_k or r.top_p < 1) for r in requests),
+    )
 
 
-def _first(mask: Tensor) -> Tensor:
-    """The first id of each row of bool [rows, V] that is set, int64; V - 1 where none is."""
-    ids = torch.arange(mask.shape[1], device=mask.device)
-    return torch.where(mask, ids, mask.shape[1] - 1).amin(1)
+def _choose(logits: Tensor, columns: SampleColumns) -> tuple[Tensor, Tensor]:
+    """Stages 6 to 10: ids int64 [rows], -1 where bad, and bad bool [rows]."""
+    rows, vocab = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    chunks = triton.cdiv(vocab, CHUNK)
+    lanes = triton.next_power_of_2(chunks)
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    highest = empty(rows, chunks, dtype=torch.float32)
+    places = empty(rows, chunks, dtype=torch.int32)
+    _highest[rows, chunks](logits, logits.stride(0), highest, places, vocab, CHUNK=CHUNK)
+    ids, bad = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.bool)
+    largest = empty(rows, 1, dtype=torch.float32)
+    _most_likely[(rows,)](highest, places, ids, bad, largest, chunks, LANES=lanes)
+    if not columns.drawn:
+        return ids, bad
+    # One value a row, side by side whichever way the caller holds them.
+    temperature, top_k, top_p, min_p, draws = (
+        column.contiguous()
+        for column in (
+            columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.uniform,
+        )
+    )  # fmt: skip
+    edge, last = None, None
+    if columns.ranked:
+        edge, last = cut(logits, largest, temperature, top_k, top_p)
+    row = (logits, logits.stride(0), largest, temperature, min_p, edge, last)
+    sums = empty(rows, chunks, dtype=torch.float64)
+    ranked = columns.ranked
+    _weigh[rows, chunks](*row, sums, vocab, CHUNK=CHUNK, RANKED=ranked)
+    _draw[(rows,)](
+        *row, draws, sums, chunks, ids, bad, vocab, CHUNK=CHUNK, LANES=lanes, RANKED=ranked
+    )
+    return ids, bad
 
 
 def _logprobs(
@@ -117,7 +139,7 @@ def _logprobs(
     return tuple(found)
 
 
-def _tensor(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _tensor(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on the device, without waiting for what it is doing."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
@@ -140,3 +162,100 @@ def _scan(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
         tl.store(out_ptr + base + place, total + tl.cumsum(x, 0), mask=place < width)
         total += tl.sum(x, 0)
         start += BLOCK
+
+
+@triton.jit(do_not_specialize=["stride", "vocab"])
+def _highest(logits, stride, highest, places, vocab, CHUNK: tl.constexpr):
+    """The largest logit of each row's chunk and its first id; +inf where the chunk has a NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf"))
+    broken = tl.max((x != x).to(tl.int32), 0) > 0
+    best = tl.max(tl.where(x != x, float("-inf"), x), 0)
+    first = tl.min(tl.where(x == best, token, vocab - 1), 0)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(highest + at, tl.where(broken, float("inf"), best))
+    tl.store(places + at, first)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _most_likely(highest, places, ids, bad, largest, chunks, LANES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    mine = lane < chunks
+    found = tl.load(highest + row * chunks + lane, mask=mine, other=float("-inf"))
+    first = tl.load(places + row * chunks + lane, mask=mine, other=0)
+    best = tl.max(found, 0)
+    token = tl.min(tl.where(mine & (found == best), first, 2147483647), 0)
+    broken = (best == float("inf")) | (best == float("-inf"))
+    tl.store(ids + row, tl.where(broken, -1, token).to(tl.int64))
+    tl.store(bad + row, broken)
+    tl.store(largest + row, best)
+
+
+@triton.jit
+def _weights(
+    logits, stride, largest, temperature, min_p, edge, last, row, token, vocab,
+    RANKED: tl.constexpr,
+):  # fmt: skip
+    """Weights of a row's tokens in fp64, 0 where not kept (stages 6 to 9)."""
+    inside = token < vocab
+    x = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
+    best = tl.load(largest + row).to(tl.float64)
+    weight = tl.exp((x.to(tl.float64) - best) / heat_of(temperature, row))
+    stays = inside & (weight >= tl.load(min_p + row))
+    if RANKED:
+        lowest = tl.load(edge + row)
+        stays = stays & ((x > lowest) | ((x == lowest) & (token <= tl.load(last + row))))
+    return tl.where(stays, weight, 0.0)
+
+
+@triton.jit(do_not_specialize=["stride", "vocab"])
+def _weigh(
+    logits, stride, largest, temperature, min_p, edge, last, sums, vocab,
+    CHUNK: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """The sum of each chunk's weights."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    weight = _weights(
+        logits, stride, largest, temperature, min_p, edge, last, row, token, vocab, RANKED
+    )
+    tl.store(sums + row * tl.num_programs(1) + chunk, tl.sum(weight, 0))
+
+
+@triton.jit(do_not_specialize=["stride", "chunks", "vocab"])
+def _draw(
+    logits, stride, largest, temperature, min_p, edge, last, draws, sums, chunks, ids, bad, vocab,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """Stage 10: the chunk that the draw falls into, then its first id past it. Rows of temperature
+    0 keep the id that they have."""
+    row = tl.program_id(0).to(tl.int64)
+    heat = tl.load(temperature + row)
+    lane = tl.arange(0, LANES)
+    part = tl.load(sums + row * chunks + lane, mask=lane < chunks, other=0.0)
+    running = tl.cumsum(part, 0)
+    target = tl.load(draws + row) * tl.sum(tl.where(lane == chunks - 1, running, 0.0), 0)
+    past = (lane < chunks) & (running > target)
+    # Rounding may leave nothing past the target: then the last that has any weight.
+    chunk = tl.where(
+        tl.max(past.to(tl.int32), 0) > 0,
+        tl.min(tl.where(past, lane, LANES), 0),
+        tl.max(tl.where(part > 0, lane, 0), 0),
+    )
+    before = tl.sum(tl.where(lane == chunk - 1, running, 0.0), 0)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    weight = _weights(
+        logits, stride, largest, temperature, min_p, edge, last, row, token, vocab, RANKED
+    )
+    hit = (weight > 0) & (before + tl.cumsum(weight, 0) > target)
+    drawn = tl.where(
+        tl.max(hit.to(tl.int32), 0) > 0,
+        tl.min(tl.where(hit, token, 2147483647), 0),
+        tl.max(tl.where(weight > 0, token, 0), 0),
+    )
+    stays = (heat == 0.0) | (tl.load(bad + row) != 0)
+    tl.store(ids + row, tl.where(stays, tl.load(ids + row), drawn.to(tl.int64)))

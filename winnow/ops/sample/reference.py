@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from winnow.ops.sample import Logprobs, Sampled, SampleRow, uniform
+from winnow.ops.sample import Logprobs, SampleColumns, Sampled, SampleRow, uniform
 
 
-def sample(logits: Tensor, requests: Sequence[SampleRow]) -> Sampled:
+def sample(logits: Tensor, requests: Sequence[SampleRow] | SampleColumns) -> Sampled:
     """See `winnow.ops.sample.Sample`."""
     ids: list[int] = []
     logprobs: list[Logprobs | None] = []
-    for row, request in zip(logits, requests, strict=True):
-        chosen = _choose(row, request) if has_choice(row) else None
+    for row, (request, drawn) in zip(logits, with_uniforms(requests), strict=True):
+        chosen = _choose(row, request, drawn) if has_choice(row) else None
         ids.append(-1 if chosen is None else chosen)
         logprobs.append(None if chosen is None else _logprobs(row, chosen, request.logprobs))
     chosen_ids = torch.tensor(ids, dtype=torch.int64, device=logits.device)
-    return Sampled(chosen_ids, chosen_ids < 0, tuple(logprobs))
+    by_columns = isinstance(requests, SampleColumns)
+    return Sampled(chosen_ids, chosen_ids < 0, () if by_columns else tuple(logprobs))
+
+
+def with_uniforms(
+    requests: Sequence[SampleRow] | SampleColumns,
+) -> Iterator[tuple[SampleRow, float]]:
+    """Each row's options and the uniform that its draw takes."""
+    if isinstance(requests, SampleColumns):
+        yield from requests.rows()
+    else:
+        yield from ((row, uniform(row.seed, row.index)) for row in requests)
 
 
 def has_choice(logits: Tensor) -> bool:
@@ -69,14 +80,15 @@ def weights(row: Tensor, temperature: float) -> Tensor:
     return ((wide - wide.max()) / temperature).exp()
 
 
-def draw(weight: Tensor, seed: int, index: int) -> int:
-    """Stage 10: the place in `weight` fp64 [n], which sums in order, that the uniform falls on."""
+def draw(weight: Tensor, drawn: float) -> int:
+    """Stage 10: the place in `weight` fp64 [n], which sums in order, that the uniform `drawn` falls
+    on."""
     cumulative = weight.cumsum(0)
-    target = uniform(seed, index) * cumulative[-1]
+    target = drawn * cumulative[-1]
     return int(torch.searchsorted(cumulative, target, right=True))
 
 
-def _choose(logits: Tensor, request: SampleRow) -> int | None:
+def _choose(logits: Tensor, request: SampleRow, drawn: float) -> int | None:
     row = edited(logits, request)
     if not has_choice(row):
         return None
@@ -93,7 +105,7 @@ def _choose(logits: Tensor, request: SampleRow) -> int | None:
         order = order[: int(short.sum()) + 1]
     order = order[weight[order] >= request.min_p]
     kept = order.sort().values
-    return int(kept[draw(weight[kept], request.seed, request.index)])
+    return int(kept[draw(weight[kept], drawn)])
 
 
 def _logprobs(logits: Tensor, chosen: int, count: int | None) -> Logprobs | None:
