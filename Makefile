@@ -11,9 +11,8 @@ PORT ?= 8000
 
 .PHONY: serve demo test lint format types unit bench-cpu clean
 
-# In fp32 an answer on a CPU is the same to the bit whatever is served beside it.
 serve: $(VENV)/.run
-	$(BIN)/winnow serve --dtype float32 --host $(HOST) --port $(PORT)
+	$(BIN)/winnow serve --host $(HOST) --port $(PORT)
 
 demo: $(VENV)/.run
 	$(BIN)/winnow -v generate --chat "Tell me a story about a fox." --max-tokens 160 \

@@ -89,7 +89,7 @@ def test_a_started_engine_says_what_it_serves_and_how_far_it_had_loaded(
     info = served.info
     assert info.name == str(small)
     assert (info.num_pages, info.page_tokens, info.max_model_len) == (64, 128, 2048)
-    assert (info.backend, info.kv_format, info.dtype) == ("cpu", "bf16", "bfloat16")
+    assert (info.backend, info.kv_format, info.dtype) == ("cpu", "fp32", "float32")
     assert info.eos_ids
     assert served.progress[-1].done == served.progress[-1].total > 0
 

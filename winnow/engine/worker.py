@@ -119,7 +119,7 @@ def _info(engine: Engine, build: Build) -> ModelInfo:
         max_running=engine.scheduler.max_running,
         kv_format=layout.kv_format.name,
         index_format=layout.index_format.name,
-        dtype=build.config.dtype or spec.dtype,
+        dtype=str(engine.runner.model.weights.embedding.dtype).removeprefix("torch."),
         backend=engine.runner.model.kernels.backend,
         eos_ids=spec.eos_ids,
         notes=spec.notes,
