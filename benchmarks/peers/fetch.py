@@ -3,17 +3,21 @@
 What is taken comes from the projects' own packages at the versions below, unchanged, by pip; none
 of it is part of this repository. FlashInfer's Hopper programs for block-sparse attention are
 compiled here for sm_90a (no GPU needed, about eight minutes on one core), so that a machine
-without a network can load them. vLLM's two files are Triton and need no compiling.
+without a network can load them. vLLM's two files are Triton and need no compiling; Marlin's
+grouped products are one library of an older vLLM wheel (0.3 GB to download), one that is built
+for torch 2.11.
 
-    python benchmarks/peers/fetch.py [--into .peer] [--python-version 3.12] [flashinfer] [vllm]
+    python benchmarks/peers/fetch.py [--into .peer] [--python-version 3.12] [PEER ...]
 
-The folder is for the machine that measures: `winnow bench kernels --peers .peer`.
+PEER is flashinfer, vllm or marlin; default: all. The folder is for the machine that measures:
+`winnow bench kernels --peers .peer`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import lzma
 import shutil
 import subprocess
 import sys
@@ -27,6 +31,9 @@ from typing import Any
 FLASHINFER = "flashinfer-python==0.7.4"
 TVM_FFI = "apache-tvm-ffi==0.1.12"
 VLLM = "vllm==0.33.0"
+MARLIN = "vllm==0.26.0"
+
+PEERS = ["flashinfer", "vllm", "marlin"]
 
 ROUTES = (
     *("decode_v5:", "prefill_v2:g16:", "proxy_decode:fp8:hq4:sq1:", "proxy_prefill:fp8:"),
@@ -90,11 +97,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("peers", nargs="*", choices=["flashinfer", "vllm", []], default=[])
+    parser.add_argument("peers", nargs="*", choices=[*PEERS, []], default=[])
     parser.add_argument("--into", type=Path, default=Path(".peer"))
     parser.add_argument("--python-version", default="3.12", help="of the machine that measures")
     args = parser.parse_args()
-    peers = args.peers or ["flashinfer", "vllm"]
+    peers = args.peers or PEERS
     args.into.mkdir(parents=True, exist_ok=True)
     for name, text in _STANDINS.items():
         if name.split("/")[0] in peers:
@@ -106,12 +113,28 @@ def main() -> None:
             fetch_flashinfer(Path(work), args.into, args.python_version)
         if "vllm" in peers:
             fetch_vllm(Path(work), args.into)
+        if "marlin" in peers:
+            fetch_marlin(Path(work), args.into, args.python_version)
 
 
 def fetch_vllm(work: Path, into: Path) -> None:
     wheel = download(VLLM, work, "--python-version", "3.12", "--only-binary=:all:")
     ops = "vllm/models/minimax_m3/common/ops"
     extract(wheel, into, (f"{ops}/index_topk.py", f"{ops}/sparse_attn.py"))
+
+
+def fetch_marlin(work: Path, into: Path, python_version: str) -> None:
+    wheel = download(
+        MARLIN, work / "marlin", "--python-version", python_version, "--only-binary=:all:",
+        *(f"--platform=manylinux_2_{n}_x86_64" for n in (17, 28, 31, 34, 35)),
+    )  # fmt: skip
+    place = into / "marlin"
+    place.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(wheel) as held:
+        (place / "moe.xz").write_bytes(
+            lzma.compress(held.read("vllm/_moe_C_stable_libtorch.abi3.so"), preset=6)
+        )
+        (place / "scalar_type.py").write_bytes(held.read("vllm/scalar_type.py"))
 
 
 def fetch_flashinfer(work: Path, into: Path, python_version: str) -> None:
@@ -124,7 +147,7 @@ def fetch_flashinfer(work: Path, into: Path, python_version: str) -> None:
     with zipfile.ZipFile(runtime) as held:
         names = held.namelist()
     extract(runtime, work / "runtime", names)
-    left_out = ("tvm_ffi/3rdparty/", "tvm_ffi/cpp/", "tvm_ffi/include/", "tvm_ffi/src/")
+    left_out = ("tvm_ffi/3rdparty/", "tvm_ffi/include/", "tvm_ffi/src/")
     extract(runtime, into, [n for n in names if not n.startswith(left_out)])
     with zipfile.ZipFile(wheel) as held:
         sources = [n for n in held.namelist() if n.startswith("flashinfer/data/csrc/cake_hopper")]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from winnow.bench.kernel_peer_experts import FOLDER, Marlin
 from winnow.errors import UnsupportedError
 from winnow.spec.model import BLOCK_TOKENS, ModelSpec
 
@@ -29,6 +30,7 @@ Timed = Callable[[Sequence[Callable[[], Any]]], tuple[float, ...]]
 
 FLASHINFER = "FlashInfer fp8"
 VLLM = "vLLM"
+MARLIN = "Marlin GEMMs alone"
 _SETS = 4
 _MAX_BYTES = 12 << 30
 """Of the copies of a cache that calls go through in turn."""
@@ -53,8 +55,10 @@ class Peers:
     """The peers found in `folder`, or cuBLAS alone without one."""
 
     def __init__(self, spec: ModelSpec, folder: Path | None = None) -> None:
-        self.shapes = Shapes.of(spec)
+        self.spec, self.shapes = spec, Shapes.of(spec)
         self.found: dict[str, Any] = {}
+        self.refused: list[str] = []
+        """What a peer said to a shape that it did not take; a sentence each."""
         if folder is None:
             return
         sys.path.insert(0, str(folder.resolve()))
@@ -73,26 +77,40 @@ class Peers:
         if (folder / "vllm" / "models").is_dir():
             names = ("index_topk", "sparse_attn")
             self.found[VLLM] = tuple(importlib.import_module(f"{ops}.{name}") for name in names)
+        if (folder / FOLDER).is_dir():
+            self.found[MARLIN] = Marlin(folder / FOLDER)
         if not self.found:
             raise ImportError("there are none")
 
     def times(self, shape: tuple[Any, ...], timed: Timed) -> dict[str, float]:
         """Median us of each peer on a `Work.peer`, as far as it serves that shape."""
         kind, *sizes = shape
-        if kind == "matmul":
-            return {"cuBLAS bf16": median(timed(_matmul(*sizes)))}
-        theirs, vllms = _CALLS[kind]
         found: dict[str, float] = {}
+        for peer, made in self._made(kind, sizes):
+            try:
+                for name, calls in made:
+                    found[f"{peer}{name}"] = median(timed(calls))
+            # Whatever theirs raises on a shape must not end the run of ours.
+            except Exception as error:
+                self.refused.append(f"{peer} on {kind} {sizes}: {type(error).__name__}: {error}")
+            torch.cuda.empty_cache()
+        return found
+
+    def _made(self, kind: str, sizes: list[int]) -> Iterator[tuple[str, Made]]:
+        if kind == "matmul":
+            yield "cuBLAS bf16", iter([("", _matmul(*sizes))])
+            return
+        if kind == "experts":
+            if MARLIN in self.found:
+                yield MARLIN, _marlin(self.found[MARLIN], self.spec, *sizes)
+            return
+        theirs, vllms = _CALLS[kind]
         if FLASHINFER in self.found:
-            for name, calls in theirs(self.found[FLASHINFER], self.shapes, *sizes):
-                found[f"{FLASHINFER}{name}"] = median(timed(calls))
+            yield FLASHINFER, theirs(self.found[FLASHINFER], self.shapes, *sizes)
         if VLLM in self.found:
             for dtype in (torch.bfloat16, _FP8):
                 label = f"{VLLM} {'fp8' if dtype is _FP8 else 'bf16'}"
-                for name, calls in vllms(self.found[VLLM], self.shapes, dtype, *sizes):
-                    found[f"{label}{name}"] = median(timed(calls))
-        torch.cuda.empty_cache()
-        return found
+                yield label, vllms(self.found[VLLM], self.shapes, dtype, *sizes)
 
 
 Calls = Sequence[Callable[[], Any]]
@@ -122,6 +140,10 @@ def _loads(name: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _marlin(marlin: Marlin, spec: ModelSpec, rows: int) -> Made:
+    yield "", marlin.calls(spec, rows)
 
 
 def _matmul(rows: int, n: int, k: int) -> Calls:

@@ -97,4 +97,7 @@ def works() -> Iterator[Work]:
         (1024, 1600.0),
         (8192, 8500.0),
     ):
-        yield Work("moe", f"{rows} tokens", moe(rows), {"tokens": rows}, goal, (), ("experts",))
+        yield Work(
+            "moe", f"{rows} tokens", moe(rows), {"tokens": rows}, goal, ("experts", rows),
+            ("experts",),
+        )  # fmt: skip

@@ -63,6 +63,8 @@ def _kernels(args: argparse.Namespace) -> int:
         if args.out is not None and line.record is not None:
             commit = args.commit or line.record.commit
             append(args.out, [replace(line.record, commit=commit)])
+    for sentence in peers.refused if peers is not None and not args.json else ():
+        print(f"not timed: {sentence}")
     return 1 if failed else 0
 
 
