@@ -39,7 +39,14 @@ def test_names_of_cases_are_distinct() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_the_report_of_a_right_backend_has_no_failures() -> None:
+def only(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[str], tuple[Case, ...]]) -> None:
+    """The suite runs `wanted` of each op: every case was judged above."""
+    monkeypatch.setattr(conformance, "cases", wanted)
+
+
+def test_the_report_of_a_right_backend_has_no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = conformance.cases
+    only(monkeypatch, lambda op: of(op)[1:3])
     reports = {report.op: report for report in conformance.conformance("cpu")}
     assert not [report.failed for report in reports.values() if report.failed]
     assert reports["select_blocks"].identical is True
@@ -49,7 +56,10 @@ def test_the_report_of_a_right_backend_has_no_failures() -> None:
     assert "served by" in conformance.render(list(reports.values()))
 
 
-def test_a_selection_with_ties_broken_upwards_is_noticed() -> None:
+def test_a_selection_with_ties_broken_upwards_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = conformance.cases
+    only(monkeypatch, lambda op: tuple(case for case in of(op) if "all keys equal" in case.name))
+
     def higher_wins(index_q: Any, index: Any, batch: Any, topk: int) -> torch.Tensor:
         ids = CPU.select_blocks(index_q, index, batch, topk)
         wide = batch.positions > 1024
