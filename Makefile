@@ -8,6 +8,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 GRAMMAR_NEEDS := apache-tvm-ffi transformers
 HOST ?= 127.0.0.1
 PORT ?= 8000
+# Processes of tests.
+JOBS ?= 2
 
 .PHONY: serve demo test lint format types unit bench-cpu clean
 
@@ -28,7 +30,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev $(VENV)/.browser
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
