@@ -30,7 +30,7 @@ def weight(n: int, k: int) -> Mxfp8Weight:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("source", [hopper.DECODE, hopper.WIDE, hopper.EXPAND])
+@pytest.mark.parametrize("source", [hopper.SLICES, hopper.RANGES, hopper.EXPAND])
 def test_the_kernels_compile(source: object) -> None:
     assert build(source).stat().st_size > 0  # type: ignore[arg-type]
 
@@ -59,22 +59,61 @@ def test_what_cannot_be_packed_stays_as_it_is() -> None:
         assert hopper.prepare(other) is other
 
 
-@pytest.mark.parametrize(("n", "k"), WIDTHS)
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 17, 32, 33, 64])
-def test_every_split_fits_the_chip_and_leaves_no_warp_without_work(
-    rows: int, n: int, k: int
-) -> None:
-    chosen = hopper.split(rows, k // 128)
-    assert chosen is not None
-    assert hopper.fits(rows, k // 128, chosen)
+def test_a_code_of_nan_is_put_into_the_scales() -> None:
+    standard = weight(16, 128)
+    standard.codes.view(torch.uint8)[5, 70] = 0xFF
+    packed = hopper.prepare(standard)
+    assert isinstance(packed, PackedMxfp8Weight)
+    assert int((packed.scales == 255).sum()) == 1
+    assert dequantise(packed, torch.float32)[5, 64:96].isnan().all()
 
 
-def test_a_split_that_leaves_a_warp_without_work_does_not_fit() -> None:
-    assert not hopper.fits(1, 6, hopper.Split(columns=8, slices=1, parts=8))
-    assert not hopper.fits(1, 6, hopper.Split(columns=8, slices=8, parts=1))
-    assert not hopper.fits(9, 48, hopper.Split(columns=8, slices=8, parts=1))
-    assert not hopper.fits(64, 96, hopper.Split(columns=64, slices=4, parts=0))
-    assert hopper.fits(64, 96, hopper.Split(columns=64, slices=8, parts=0))
+def test_scales_beyond_what_is_multiplied_are_refused() -> None:
+    standard = weight(16, 128)
+    standard.scales[0, 0] = hopper.MAX_SCALE
+    assert isinstance(hopper.prepare(standard), PackedMxfp8Weight)
+    standard = weight(16, 128)
+    standard.scales[0, 0] = hopper.MAX_SCALE + 1
+    with pytest.raises(UnsupportedError, match="larger"):
+        hopper.prepare(standard)
+
+
+H200 = (132, 66, 39, 30)
+"""Clusters of 1, 2, ... CTAs that one holds at once."""
+
+
+@pytest.mark.parametrize(("n", "k"), [*WIDTHS, (16, 128), (12288 * 2, 6144)])
+def test_slices_give_every_warp_at_most_one_strip_and_every_cta_some(n: int, k: int) -> None:
+    strips, pieces = n // 16, k // 128
+    chosen = hopper.slicing(strips, pieces, H200)
+    assert chosen.slices <= pieces
+    assert chosen.clusters <= H200[chosen.slices - 1]
+    assert chosen.clusters <= chosen.tiles <= strips <= 16 * chosen.tiles
+
+
+def test_slices_leave_no_cta_much_more_than_its_share() -> None:
+    for n, k in WIDTHS[:4]:
+        strips, pieces = n // 16, k // 128
+        chosen = hopper.slicing(strips, pieces, H200)
+        most = -(-strips // chosen.tiles) * -(-pieces // chosen.slices)
+        assert chosen.tiles == chosen.clusters
+        assert most < 1.2 * strips * pieces / H200[0]
+
+
+def test_slices_need_a_cluster_of_that_size() -> None:
+    assert hopper.slicing(616, 48, (0, 66)) == hopper.Slicing(slices=2, tiles=66, clusters=66)
+
+
+@pytest.mark.parametrize("rows", range(65, 1025, 37))
+def test_rows_are_multiplied_in_tiles_that_leave_little_empty(rows: int) -> None:
+    columns = hopper.ranged_columns(rows)
+    assert -(-rows // columns) * columns - rows <= max(64, rows // 3)
+
+
+def test_tiles_are_split_where_they_do_not_divide_evenly() -> None:
+    assert not hopper.splits_tiles(tiles=264, pieces=48, ctas=132)
+    assert hopper.splits_tiles(tiles=265, pieces=48, ctas=132)
+    assert not hopper.splits_tiles(tiles=1, pieces=1, ctas=1)
 
 
 def test_only_bf16_rows_and_mxfp8_in_whole_strips_are_taken() -> None:
@@ -99,7 +138,7 @@ def test_every_case_that_is_taken_agrees_with_the_reference(case: Case) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize(("n", "k"), WIDTHS)
-@pytest.mark.parametrize("rows", [1, 8, 13, 31, 64, 100, 300])
+@pytest.mark.parametrize("rows", [1, 8, 13, 31, 40, 64, 80, 100, 170, 256, 300, 900, 1100])
 def test_real_widths_agree_and_repeat_to_the_bit(rows: int, n: int, k: int) -> None:
     codes = torch.randint(0x28, 0x48, (n, k), dtype=torch.uint8, device="cuda")
     scales = torch.randint(112, 122, (n, k // 32), dtype=torch.uint8, device="cuda")
@@ -115,7 +154,7 @@ def test_real_widths_agree_and_repeat_to_the_bit(rows: int, n: int, k: int) -> N
 @needs_hopper
 def test_two_weights_in_one_launch_give_what_each_gives_alone() -> None:
     first, second = (hopper.prepare(_on_gpu(weight(n, 640))) for n in (96, 48))
-    for rows in (1, 9, 64, 200):
+    for rows in (1, 9, 64, 200, 600):
         x = torch.randn(rows, 640, device="cuda").bfloat16()
         a, b = hopper.pair(hopper.linear)(x, first, second)
         assert torch.equal(a, hopper.linear(x, first))

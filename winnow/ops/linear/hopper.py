@@ -1,8 +1,8 @@
 """`linear` on Hopper over MXFP8 weights and bf16 rows: which kernel serves how many rows.
 
-Owns the choice, the split of the work and the scratch memory. csrc/decode.cu and, from some rows
-on, csrc/wide.cu multiply a few rows near the speed of memory; csrc/expand.cu writes a weight as
-bf16 for torch's product of many.
+Owns the choice, the division of the work and the scratch memory. csrc/slices.cu multiplies a few
+rows near the speed of memory, csrc/ranges.cu many; csrc/expand.cu writes a weight as bf16 for
+torch's product of very many.
 `prepare` packs a weight once; a weight in the standard form is packed anew at every call, which is
 meant for comparisons. Nothing is read back from the device and grids depend on shapes alone.
 """
@@ -10,7 +10,7 @@ meant for comparisons. Nothing is read back from the device and grids depend on 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,89 +31,63 @@ from winnow.ops.fragments_mxfp8 import (
 from winnow.ops.linear import Linear
 from winnow.ops.weights import Mxfp8Weight, Weight
 
-DECODE = Path(__file__).parent / "csrc" / "decode.cu"
-WIDE = Path(__file__).parent / "csrc" / "wide.cu"
+SLICES = Path(__file__).parent / "csrc" / "slices.cu"
+RANGES = Path(__file__).parent / "csrc" / "ranges.cu"
 EXPAND = Path(__file__).parent / "csrc" / "expand.cu"
 
-MAX_DECODE_ROWS = 64
-"""Of one launch."""
-FEW_ROWS = 128
-"""Up to which launches of `MAX_DECODE_ROWS` are faster than expanding the weight."""
+SLICED_ROWS = 64
+"""Up to which csrc/slices.cu serves."""
+MANY_ROWS = 1024
+"""Up to which csrc/ranges.cu does. Beyond, expanding the weight costs little of the product."""
+MAX_SCALE = 166
+"""Largest scale byte that the kernels multiply by: weights below 2^48."""
 
-NARROW_ROWS = 8
-"""Up to which csrc/decode.cu serves, and csrc/wide.cu beyond."""
-
-_SHARED_BYTES = 227 << 10
-_MAX_SLICES = 8
+_SLICED_COLUMNS = (8, 16, 32, 48, 64)
+_SLICED_STRIPS = 16
+"""Of a tile, at most: one for each warp."""
+_MAX_SLICES = 4
+_PIECE_COST = 6
+"""What a piece costs a CTA besides its strips, in strips of it: fitted to what was measured."""
+_RANGED_COLUMNS = (96, 128, 192, 256)
+_RANGED_STRIPS = 8
+_COLUMNS_COST = 24
+"""What a tile of rows costs besides them, in rows: fitted to what was measured."""
 _NAN_SCALE, _NAN_CODE = 255, 0x7F
+_STEP_ROWS = 1 << 10
 
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_DECODE_SIGNATURES = {
-    "winnow_linear_clusters": (_I, _I, _I, _I, _I),
-    "winnow_linear_decode": (
-        *(_P, _N, _I, _I),
-        *(_P, _P, _P, _I),
-        *(_P, _P, _P, _I),
-        *(_P, _I, _I, _I, _I, _I, _P),
-    ),
+_PRODUCT = (_P, _N, _I, _I, *(_P, _P, _P, _I), *(_P, _P, _P, _I))
+_SLICES_SIGNATURES = {
+    "winnow_linear_slices_clusters": (_I, _I),
+    "winnow_linear_slices": (*_PRODUCT, _I, _I, _I, _I, _I, _P),
 }
-_WIDE_SIGNATURES = {
-    "winnow_linear_wide_clusters": (_I, _I, _I),
-    "winnow_linear_wide": (
-        *(_P, _N, _I, _I),
-        *(_P, _P, _P, _I),
-        *(_P, _P, _P, _I),
-        *(_P, _I, _I, _I, _I, _P),
-    ),
-}
+_RANGES_SIGNATURES = {"winnow_linear_ranges": (*_PRODUCT, _P, _I, _I, _I, _I, _P)}
 _EXPAND_SIGNATURES = {"winnow_linear_expand": (_P, _P, _P, _N, _I, _P)}
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a launch divides its work: K in `slices` (CTAs of a cluster) and, in csrc/decode.cu,
-    each slice in `parts` (warps). `columns` of activations are multiplied; `parts` of 0 means
-    csrc/wide.cu."""
-
-    columns: int
-    slices: int
-    parts: int
-
-    @property
-    def wide(self) -> bool:
-        return self.parts == 0
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """A kernel: strips that are multiplied together, groups of strips that a CTA has under way
-    at once (for decode.cu: its warps), pieces of K that a CTA (decode.cu: a warp) may have."""
-
-    strips: int
-    workers: int
-    max_pieces: int
-
-
-_NARROW = {
-    8: _Variant(strips=1, workers=16, max_pieces=16),
-    16: _Variant(strips=1, workers=16, max_pieces=16),
-}
-"""csrc/decode.cu, by columns."""
-_WIDE = _Variant(strips=4, workers=2, max_pieces=24)
-_WIDE_COLUMNS = (16, 32, 64)
-_PART_PIECES = 6
-"""Of a warp, about, where one row is multiplied; of a CTA, at least, where many are."""
 
 
 def prepare(weight: Weight) -> Weight:
     """`weight` as the kernels read it: an MXFP8 matrix of whole strips is packed in place, so what
-    was given may not be used any more; any other weight is returned as it is."""
+    was given may not be used any more; any other weight is returned as it is.
+
+    UnsupportedError for scales of 2^40 and more (bytes above `MAX_SCALE`, but for NaN).
+    """
     if not isinstance(weight, Mxfp8Weight) or not packable(*weight.codes.shape[-2:]):
         return weight
     codes, scales = weight.codes.view(torch.uint8), weight.scales
-    # The decode kernel multiplies sums by 2^(s - 127), for which 255 would be infinity.
-    groups = codes.view(*codes.shape[:-1], -1, TILE)
-    groups.masked_fill_((scales == _NAN_SCALE).unsqueeze(-1), _NAN_CODE)
+    if bool(((scales > MAX_SCALE) & (scales != _NAN_SCALE)).any()):
+        raise UnsupportedError(
+            f"these kernels multiply by scales up to 2^{MAX_SCALE - 127}, and a weight has larger "
+            "ones: use --backend cuda"
+        )
+    # Kernels see NaN in a scale or in a code. Where one is, an output is NaN whatever the rest of
+    # its group of columns is, so each is put into the other.
+    for some, their in zip(
+        codes.view(-1, scales.shape[-1], TILE).split(_STEP_ROWS),
+        scales.view(-1, scales.shape[-1]).split(_STEP_ROWS),
+        strict=True,
+    ):
+        some.masked_fill_((their == _NAN_SCALE).unsqueeze(-1), _NAN_CODE)
+        their.masked_fill_(((some & _NAN_CODE) == _NAN_CODE).any(-1), _NAN_SCALE)
     return pack(codes, scales)
 
 
@@ -126,7 +100,8 @@ def takes(x: Tensor, weight: Weight) -> bool:
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """See `winnow.ops.linear.Linear`; every tensor on one CUDA device.
 
-    Weights below 2^-118 may count as zero. UnsupportedError for what `takes` refuses.
+    Weights below 2^-94 may lose bits, and count as zero below 2^-101. UnsupportedError for what
+    `takes` refuses.
     """
     if not takes(x, weight):
         raise UnsupportedError(
@@ -138,11 +113,11 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 
 def pair(general: Linear) -> Callable[[Tensor, Weight, Weight], tuple[Tensor, Tensor]]:
-    """A function of x and two weights that gives both products: in one launch where few rows meet
-    two MXFP8 weights, by `general` one after another elsewhere."""
+    """A function of x and two weights that gives both products: in one launch where no weight is
+    expanded for them, by `general` one after another elsewhere."""
 
     def both(x: Tensor, first: Weight, second: Weight) -> tuple[Tensor, Tensor]:
-        if not (takes(x, first) and takes(x, second)) or x.shape[0] > FEW_ROWS:
+        if not (takes(x, first) and takes(x, second)) or x.shape[0] > MANY_ROWS:
             return general(x, first), general(x, second)
         one, early = _packed(first)
         two, also_early = _packed(second)
@@ -164,100 +139,120 @@ def expand(weight: PackedMxfp8Weight) -> Tensor:
     return out
 
 
-def split(rows: int, pieces: int) -> Split | None:
-    """How few rows of `pieces` * 128 columns are divided; None where that does not fit."""
-    if rows == 1:
-        parts = 1 << max(0, (pieces // _PART_PIECES).bit_length() - 1)
-        tried = [Split(8, slices, min(16, parts)) for slices in (1, 2, 4, 8)]
-    elif rows <= NARROW_ROWS:
-        tried = [Split(8, slices, parts) for parts in (1, 2) for slices in (8, 4, 2, 1)]
-    else:
-        columns = next(n for n in _WIDE_COLUMNS if n >= rows)
-        # Slices of some pieces for each warpgroup; fewer only where no others fit.
-        order = sorted((8, 4, 2, 1), key=lambda slices: pieces < _PART_PIECES * slices)
-        tried = [Split(columns, slices, 0) for slices in order]
-    return next((s for s in tried if fits(rows, pieces, s)), None)
+@dataclass(frozen=True)
+class Slicing:
+    """How csrc/slices.cu divides its work: K in `slices`, the CTAs of a cluster, strips in `tiles`,
+    which `clusters` clusters take in turn."""
+
+    slices: int
+    tiles: int
+    clusters: int
+
+    def cost(self, strips: int, pieces: int) -> int:
+        """Of the CTA that has the most to do, in pieces of strips."""
+        turns, own = -(-self.tiles // self.clusters), -(-strips // self.tiles)
+        return turns * -(-pieces // self.slices) * (own + _PIECE_COST)
 
 
-def fits(rows: int, pieces: int, chosen: Split) -> bool:
-    """Whether a launch can be divided so: every CTA and warp has work, and room for it."""
-    if rows > chosen.columns or not 1 <= chosen.slices <= min(_MAX_SLICES, pieces):
-        return False
-    most = -(-pieces // chosen.slices)
-    if chosen.wide:
-        shared = chosen.columns * (2 * most * 128 + 4)
-        return most <= _WIDE.max_pieces and shared <= _SHARED_BYTES
-    variant, parts = _NARROW[chosen.columns], chosen.parts
-    if parts > variant.workers or chosen.slices * parts > pieces:
-        return False
-    sums = 2 * variant.workers * variant.strips * chosen.columns * 64 if parts > 1 else 0
-    shared = rows * (most * PIECE * 2 + 64) + parts * 4 * chosen.columns + sums
-    return -(-most // parts) <= variant.max_pieces and shared <= _SHARED_BYTES
+def slicing(strips: int, pieces: int, at_once: Sequence[int]) -> Slicing:
+    """The division of `strips` strips of `pieces` * 128 columns that costs least; of equals, the
+    one with the fewest slices.
+
+    at_once[s - 1]: clusters of s CTAs that the device holds at once, 0 where it holds none.
+    """
+    tried = []
+    for slices in range(1, min(len(at_once), pieces) + 1):
+        if (clusters := at_once[slices - 1]) > 0:
+            turns = -(-strips // (_SLICED_STRIPS * clusters))
+            tiles = min(strips, turns * clusters)
+            tried.append(Slicing(slices, tiles, min(tiles, clusters)))
+    return min(tried, key=lambda one: (one.cost(strips, pieces), one.slices))
+
+
+def ranged_columns(rows: int) -> int:
+    """How many rows csrc/ranges.cu multiplies together."""
+    return min(_RANGED_COLUMNS, key=lambda n: -(-rows // n) * (n + _COLUMNS_COST))
+
+
+def splits_tiles(tiles: int, pieces: int, ctas: int) -> bool:
+    """Whether csrc/ranges.cu on `ctas` CTAs leaves shares of tiles to be added: the tiles that are
+    left when every CTA has had as many whole ones are divided in equal ranges."""
+    units = tiles % ctas * pieces
+    return any(units * cta // ctas % pieces for cta in range(ctas))
 
 
 def _product(x: Tensor, weights: tuple[PackedMxfp8Weight, ...], early: bool) -> list[Tensor]:
     rows = x.shape[0]
     outs = [torch.empty(rows, w.shape[0], dtype=torch.bfloat16, device=x.device) for w in weights]
-    pieces = x.shape[1] // PIECE
+    if not rows:
+        return outs
     x = _aligned(x)
-    if rows > FEW_ROWS or split(min(rows, MAX_DECODE_ROWS), pieces) is None:
+    if rows <= SLICED_ROWS:
+        _sliced(x, weights, outs, early)
+    elif rows <= MANY_ROWS:
+        _ranged(x, weights, outs, early)
+    else:
         for weight, out in zip(weights, outs, strict=True):
             torch.mm(x, expand(weight).T, out=out)
-        return outs
-    for start in range(0, rows, MAX_DECODE_ROWS):
-        some = slice(start, start + MAX_DECODE_ROWS)
-        _decode(x[some], weights, [out[some] for out in outs], early)
     return outs
 
 
-def _decode(
-    x: Tensor,
-    weights: tuple[PackedMxfp8Weight, ...],
-    outs: list[Tensor],
-    early: bool,
-    chosen: Split | None = None,
+def _sliced(
+    x: Tensor, weights: tuple[PackedMxfp8Weight, ...], outs: list[Tensor], early: bool
 ) -> None:
-    rows, pieces = x.shape[0], x.shape[1] // PIECE
-    chosen = chosen or split(rows, pieces)
-    assert chosen is not None, f"{rows} rows of {pieces} pieces do not fit"
-    variant = _WIDE if chosen.wide else _NARROW[chosen.columns]
-    strips = [w.shape[0] // STRIP for w in weights]
-    groups = sum(-(-n // variant.strips) for n in strips)
-    at_once = variant.workers // max(1, chosen.parts)
-    clusters = min(_clusters(x.device.index, rows, pieces, chosen), -(-groups // at_once))
-    scratch = None
-    if chosen.slices > 1:
-        values = chosen.slices * groups * variant.strips * STRIP * chosen.columns
-        scratch = torch.empty(values, dtype=torch.float32, device=x.device)
-    matrices = [
-        (w.codes.data_ptr(), w.scales.data_ptr(), out.data_ptr(), n)
-        for w, out, n in zip(weights, outs, strips, strict=True)
-    ]
-    matrices += [(0, 0, 0, 0)] * (2 - len(matrices))
-    shared = (
-        *(x.data_ptr(), x.stride(0), rows, pieces, *matrices[0], *matrices[1]),
-        None if scratch is None else scratch.data_ptr(),
-    )
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    if chosen.wide:
-        error = _wide().winnow_linear_wide(
-            *shared, chosen.columns, chosen.slices, clusters, early, stream
-        )
-    else:
-        error = _narrow().winnow_linear_decode(
-            *shared, chosen.columns // 8, chosen.slices, chosen.parts, clusters, early, stream
-        )
+    columns = next(n for n in _SLICED_COLUMNS if n >= x.shape[0])
+    pieces = x.shape[1] // PIECE
+    chosen = slicing(_strips(weights), pieces, _clusters(x.device.index, columns))
+    error = _slicer().winnow_linear_slices(
+        *_arguments(x, weights, outs), columns, chosen.slices, chosen.tiles, chosen.clusters,
+        early, torch.cuda.current_stream(x.device).cuda_stream,
+    )  # fmt: skip
     torch.cuda.check_error(error)
 
 
-@cache
-def _narrow() -> ctypes.CDLL:
-    return library(DECODE, _DECODE_SIGNATURES)
+def _ranged(
+    x: Tensor, weights: tuple[PackedMxfp8Weight, ...], outs: list[Tensor], early: bool
+) -> None:
+    rows, pieces = x.shape[0], x.shape[1] // PIECE
+    columns = ranged_columns(rows)
+    strip_tiles = -(-_strips(weights) // _RANGED_STRIPS)
+    tiles = strip_tiles * -(-rows // columns)
+    ctas = min(_multiprocessors(x.device.index), tiles * pieces)
+    scratch = None
+    if splits_tiles(tiles, pieces, ctas):
+        values = ctas * 2 * _RANGED_STRIPS * STRIP * columns
+        scratch = torch.empty(values, dtype=torch.float32, device=x.device)
+    error = _ranger().winnow_linear_ranges(
+        *_arguments(x, weights, outs), None if scratch is None else scratch.data_ptr(), columns,
+        strip_tiles, ctas, early, torch.cuda.current_stream(x.device).cuda_stream,
+    )  # fmt: skip
+    torch.cuda.check_error(error)
+
+
+def _strips(weights: tuple[PackedMxfp8Weight, ...]) -> int:
+    return sum(w.shape[0] // STRIP for w in weights)
+
+
+def _arguments(
+    x: Tensor, weights: tuple[PackedMxfp8Weight, ...], outs: list[Tensor]
+) -> tuple[int, ...]:
+    """Those that both kernels have: rows, and up to two matrices with their results."""
+    matrices = [
+        (w.codes.data_ptr(), w.scales.data_ptr(), out.data_ptr(), w.shape[0] // STRIP)
+        for w, out in zip(weights, outs, strict=True)
+    ]
+    matrices += [(0, 0, 0, 0)] * (2 - len(matrices))
+    return x.data_ptr(), x.stride(0), x.shape[0], x.shape[1] // PIECE, *matrices[0], *matrices[1]
 
 
 @cache
-def _wide() -> ctypes.CDLL:
-    return library(WIDE, _WIDE_SIGNATURES)
+def _slicer() -> ctypes.CDLL:
+    return library(SLICES, _SLICES_SIGNATURES)
+
+
+@cache
+def _ranger() -> ctypes.CDLL:
+    return library(RANGES, _RANGES_SIGNATURES)
 
 
 @cache
@@ -266,18 +261,22 @@ def _expander() -> ctypes.CDLL:
 
 
 @cache
-def _clusters(device: int, rows: int, pieces: int, chosen: Split) -> int:
-    """Clusters that the device holds at once."""
-    with torch.cuda.device(device):
-        if chosen.wide:
-            count: int = _wide().winnow_linear_wide_clusters(chosen.columns, pieces, chosen.slices)
-        else:
-            count = _narrow().winnow_linear_clusters(
-                chosen.columns // 8, rows, pieces, chosen.slices, chosen.parts
-            )
-    torch.cuda.check_error(max(0, -count))
-    assert count > 0, f"no cluster of {chosen} fits the device"
+def _multiprocessors(device: int) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+@cache
+def _clusters(device: int, columns: int) -> tuple[int, ...]:
+    """Clusters of 1, 2, ... CTAs that the device holds at once."""
+    with torch.cuda.device(device):
+        counts = [
+            _slicer().winnow_linear_slices_clusters(columns, slices)
+            for slices in range(1, _MAX_SLICES + 1)
+        ]
+    for count in counts:
+        torch.cuda.check_error(max(0, -count))
+    return tuple(counts)
 
 
 def _packed_shape(weight: Weight) -> tuple[int, ...] | None:
@@ -302,6 +301,6 @@ def _packed(weight: Weight) -> tuple[PackedMxfp8Weight, bool]:
 
 def _aligned(x: Tensor) -> Tensor:
     """`x`, or a copy of it, whose rows can be read 16 bytes at a time."""
-    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16:
+    if x.stride(1) != 1 or x.stride(0) < x.shape[1] or x.stride(0) * x.element_size() % 16:
         x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x

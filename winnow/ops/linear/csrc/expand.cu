@@ -3,17 +3,12 @@
 // Knows the layout of winnow/ops/fragments_mxfp8.py. Values are the format's, rounded to bf16
 // once: code * 2^(byte - 127), NaN for byte 255.
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdint>
+#include "packed.cuh"
 
 namespace {
 
-constexpr int kStripRows = 16;
-constexpr int kPiece = 128;
-constexpr int kTiles = 4;
-constexpr int kTileBytes = 512;
 constexpr int kWarps = 8;
 
 __device__ float scale_of(uint32_t byte) {
@@ -50,11 +45,11 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int64_t piece = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (piece >= num_pieces) return;
-  const uint4* from = reinterpret_cast<const uint4*>(codes + piece * kTiles * kTileBytes) + lane;
+  const uint4* from = reinterpret_cast<const uint4*>(codes + piece * kPieceCodes) + lane;
   uint4 words[kTiles];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) words[i] = __ldg(from + i * 32);
-  const uint2 bytes = __ldg(reinterpret_cast<const uint2*>(scales + piece * 64) + g);
+  const uint2 bytes = __ldg(reinterpret_cast<const uint2*>(scales + piece * kPieceScales) + g);
   const int64_t columns = static_cast<int64_t>(pieces) * kPiece;
   __nv_bfloat16* upper =
       out + (piece / pieces * kStripRows + g) * columns + piece % pieces * kPiece + 8 * t;
@@ -65,8 +60,9 @@ __global__ void __launch_bounds__(kWarps * 32)
     // A word is two codes of row g and the same two columns of row g + 8.
     uint32_t held[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
     transpose(held, t);
-    *reinterpret_cast<uint4*>(upper + 32 * i) = {bf16_pair(held[0], first), bf16_pair(held[1], first),
-                                                 bf16_pair(held[2], first), bf16_pair(held[3], first)};
+    *reinterpret_cast<uint4*>(upper + 32 * i) = {
+        bf16_pair(held[0], first), bf16_pair(held[1], first), bf16_pair(held[2], first),
+        bf16_pair(held[3], first)};
     *reinterpret_cast<uint4*>(upper + 8 * columns + 32 * i) = {
         bf16_pair(held[0] >> 16, second), bf16_pair(held[1] >> 16, second),
         bf16_pair(held[2] >> 16, second), bf16_pair(held[3] >> 16, second)};

@@ -1,0 +1,217 @@
+// linear for a few rows of bf16 activations over packed MXFP8 weights, on Hopper (sm_90a).
+//
+// Work. A tile is up to 16 strips, one for each warp, by N rows. The CTAs of a cluster divide its K
+// in slices. Each sends every other the sums that the other is to add up, into its shared memory;
+// after a barrier of the cluster they are added, always in the order of K. Clusters take tiles in
+// turn. Weights are asked for before the launch waits for the one before it.
+
+#include "activations.cuh"
+#include "product.cuh"
+
+namespace {
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// Publishes nothing.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Into the shared memory of the cluster's CTA `rank`.
+__device__ __forceinline__ void write_there(uint32_t to, int rank, float4 v) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5};\n"
+      "}\n" ::"r"(to),
+      "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
+__device__ __forceinline__ float4 read_sum(uint32_t from) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(from));
+  return v;
+}
+
+// Places of 16 bytes a lane that a warp needs for sums of N rows: of every slice, those that one
+// CTA adds up.
+__host__ __device__ constexpr int places_of(int n, int slices) {
+  return slices * ((n / 8 + slices - 1) / slices);
+}
+
+constexpr int kMostSlices = 4;
+
+__host__ __device__ constexpr int most_places(int n) {
+  int most = 0;
+  for (int slices = 2; slices <= kMostSlices; ++slices)
+    most = places_of(n, slices) > most ? places_of(n, slices) : most;
+  return most;
+}
+
+template <int N, int GROUPS, int DEPTH>
+struct Slices : Kernel<N, GROUPS, DEPTH, 4 * GROUPS * most_places(N) * 512> {
+  using Core = Kernel<N, GROUPS, DEPTH, 4 * GROUPS * most_places(N) * 512>;
+  using Core::kWarps;
+
+  static __device__ __forceinline__ void run(const Work& work, int slices,
+                                             const CUtensorMap& map) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rank = blockIdx.x % slices, clusters = gridDim.x / slices;
+    const int first = blockIdx.x / slices;
+    const int begin = work.pieces * rank / slices;
+    const Order order = {begin, work.pieces * (rank + 1) / slices, clusters, tiles_of(work), {}};
+    const int pieces = order.end - begin;
+    const int turns = (tiles_of(work) - first + clusters - 1) / clusters;
+    const uint32_t base = shared_address(shared);
+    // Nobody writes to a CTA that has not begun.
+    if (slices > 1) cluster_arrive_relaxed();
+    if (threadIdx.x == kWarps * 32) tensor_prefetch(map), Core::make_ring(work, base);
+    const bool has_strips = warp / 4 < groups_of(work);
+    typename Core::Walk walk = {};
+    if (has_strips) walk = Core::begin(work, order, base, {first, begin, 0}, turns * pieces);
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (warp >= kWarps) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+      typename Core::Feed to = {{first, begin, 0}, 0, 1};
+      const bool feeds = threadIdx.x == kWarps * 32;
+      for (int turn = 0; turn <= turns; ++turn) {
+        // A tile's activations come while the sums of the one before are added.
+        const bool adds = turn > 0 && slices > 1;
+        if (adds) cluster_wait(), cluster_arrive();
+        if (feeds && turn < turns) Core::feed(work, map, order, base, pieces, to);
+        __syncwarp();
+        if (adds) cluster_wait();
+        if (adds && turn < turns) cluster_arrive();
+      }
+      return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Core::kRegisters));
+    const int each = places_of(N, slices) / slices;
+    const uint32_t parts = Core::parts(base) + warp * (each * slices * 512) + lane * 16;
+    for (int turn = 0; turn < turns; ++turn) {
+      const int tile = first + turn * clusters;
+      const Strip strip = strip_of(work, tile, warp);
+      float sums[N / 2] = {};
+      if (has_strips) Core::multiply(work, order, base, pieces, walk, sums);
+      auto store_sum = [&](int n, float4 sum) {
+        if (strip.there)
+          store(*strip.matrix, work.rows, strip.number, tile % work.row_tiles * N + 8 * n, sum);
+      };
+      if (slices == 1) {
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+          store_sum(n, {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]});
+        continue;
+      }
+      // The others have begun, and have added up the tile before.
+      cluster_wait();
+      // The adder of columns n is n % slices.
+      int adder = 0, place = rank * each;
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n) {
+        write_there(parts + place * 512, adder,
+                    {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]});
+        if (++adder == slices) adder = 0, ++place;
+      }
+      cluster_arrive();
+      cluster_wait();
+      for (int n = rank, at = 0; n < N / 8 && strip.there; n += slices, ++at) {
+        float4 sum = read_sum(parts + at * 512);
+#pragma unroll
+        for (int i = 1; i < kMostSlices; ++i) {
+          if (i == slices) break;
+          const float4 one = read_sum(parts + (i * each + at) * 512);
+          sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
+        }
+        store_sum(n, sum);
+      }
+      if (turn + 1 < turns) cluster_arrive();
+    }
+  }
+};
+
+template <int N, int GROUPS, int DEPTH>
+__global__ void __launch_bounds__(Slices<N, GROUPS, DEPTH>::kThreads, 1)
+    multiply_slices(const __grid_constant__ Work work, int slices,
+                    const __grid_constant__ CUtensorMap map) {
+  Slices<N, GROUPS, DEPTH>::run(work, slices, map);
+}
+
+using Kernels = void (*)(Work, int, CUtensorMap);
+
+struct Variant {
+  Kernels kernel;
+  int groups, threads, bytes;
+};
+
+template <int N, int GROUPS, int DEPTH>
+Variant variant() {
+  using K = Slices<N, GROUPS, DEPTH>;
+  return {multiply_slices<N, GROUPS, DEPTH>, GROUPS, K::kThreads, K::kBytes};
+}
+
+Variant variant_of(int columns) {
+  switch (columns) {
+    case 8: return variant<8, 4, 2>();
+    case 16: return variant<16, 4, 2>();
+    case 32: return variant<32, 4, 2>();
+    case 48: return variant<48, 4, 2>();
+    case 64: return variant<64, 4, 2>();
+    default: return {};
+  }
+}
+
+}  // namespace
+
+// Clusters of `slices` CTAs that the device holds at once; negative: a cudaError_t.
+extern "C" int winnow_linear_slices_clusters(int columns, int slices) {
+  const Variant chosen = variant_of(columns);
+  if (chosen.kernel == nullptr) return -cudaErrorInvalidValue;
+  Launch launch;
+  configure(launch, slices, 1, chosen.threads, chosen.bytes, false, nullptr);
+  return clusters_at_once(chosen.kernel, launch);
+}
+
+// x: bf16 [rows, 128 pieces], 16-byte aligned as its rows are, x_stride in elements. Two packed
+// matrices with as many columns (the second with no strips, if there is one alone), and their
+// outputs [rows, 16 strips]. columns: 8, 16, 32, 48 or 64 rows are multiplied together. tiles:
+// in which the strips are divided, of up to 16. clusters: at most one for each tile and its rows.
+// early: start before the launch before this one has ended (its results may be x, but not weights).
+// Returns a cudaError_t.
+extern "C" int winnow_linear_slices(const void* x, int64_t x_stride, int rows, int pieces,
+                                    const void* codes, const void* scales, void* out, int strips,
+                                    const void* other_codes, const void* other_scales,
+                                    void* other_out, int other_strips, int columns, int slices,
+                                    int tiles, int clusters, int early, cudaStream_t stream) {
+  const Variant chosen = variant_of(columns);
+  if (chosen.kernel == nullptr || rows < 1 || slices < 1 || slices > kMostSlices ||
+      slices > pieces || tiles < 1 || clusters < 1)
+    return cudaErrorInvalidValue;
+  const Work work = {{matrix_of(codes, scales, out, strips),
+                      matrix_of(other_codes, other_scales, other_out, other_strips)},
+                     nullptr,
+                     rows,
+                     pieces,
+                     (rows + columns - 1) / columns,
+                     tiles};
+  if (groups_of(work) > chosen.groups) return cudaErrorInvalidValue;
+  CUtensorMap map;
+  cudaError_t error = describe(map, x, x_stride, rows, pieces * kPiece, columns);
+  if (error != cudaSuccess) return error;
+  Launch launch;
+  configure(launch, slices, clusters, chosen.threads, chosen.bytes, early != 0, stream);
+  return start(chosen.kernel, launch, work, slices, map);
+}
