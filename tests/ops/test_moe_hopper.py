@@ -28,10 +28,8 @@ nvcc = pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
 
 TOLERANCE = 2.0**-7
 """Relative L2 error of outputs in bf16; the reference rounds weights and hidden values to bf16."""
-TUNINGS = tuple(
-    hopper.Tuning(*numbers)
-    for numbers in ((8, 8, 8), (8, 16, 16), (1, 8, 8), (1, 16, 32), (1, 32, 32))
-)
+KINDS = (True, False)
+"""Whether the warps of a CTA share a weight row's columns (`split`)."""
 
 
 def spec_of(hidden: int, width: int, shared: int, experts: int = 8, taken: int = 4) -> ModelSpec:
@@ -63,72 +61,79 @@ def rows_of(spec: ModelSpec, rows: int, seed: int = 1) -> Tensor:
     return torch.randn(rows, spec.hidden_size, generator=generator).bfloat16()
 
 
-def run(x: Tensor, weights: MoeWeights, spec: ModelSpec, tuned: hopper.Tuning) -> Tensor:
+def run(x: Tensor, weights: MoeWeights, spec: ModelSpec, split: bool) -> Tensor:
     packed = hopper.prepare(to_device(weights, "cuda"), spec)
-    return hopper.few_rows(x.to("cuda"), packed, spec, tuned).cpu()
+    return hopper.few_rows(x.to("cuda"), packed, spec, split=split).cpu()
 
 
 @gpu
-@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
+@pytest.mark.parametrize("split", KINDS)
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 17, 40, 100])
-def test_few_rows_equal_the_reference(rows: int, tuned: hopper.Tuning) -> None:
+def test_few_rows_equal_the_reference(rows: int, split: bool) -> None:
     x, weights = rows_of(SMALL, rows), weights_of(SMALL)
-    assert error(run(x, weights, SMALL, tuned), reference(x, weights, SMALL)) < TOLERANCE
+    assert error(run(x, weights, SMALL, split), reference(x, weights, SMALL)) < TOLERANCE
 
 
 @gpu
-@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
+@pytest.mark.parametrize("split", KINDS)
 @pytest.mark.parametrize("shared", ["mxfp8", "nvfp4"])
-def test_ragged_shapes_equal_the_reference(shared: str, tuned: hopper.Tuning) -> None:
+def test_ragged_shapes_equal_the_reference(shared: str, split: bool) -> None:
     x, weights = rows_of(ODD, 21), weights_of(ODD, shared)
-    assert error(run(x, weights, ODD, tuned), reference(x, weights, ODD)) < TOLERANCE
+    assert error(run(x, weights, ODD, split), reference(x, weights, ODD)) < TOLERANCE
 
 
 @gpu
-@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
-def test_all_rows_may_choose_the_same_experts(tuned: hopper.Tuning) -> None:
+@pytest.mark.parametrize("split", KINDS)
+def test_all_rows_may_choose_the_same_experts(split: bool) -> None:
     bias = torch.tensor([0.0, 9.0, 0.0, 9.0, 9.0, 0.0, 0.0, 9.0])
     x, weights = rows_of(SMALL, 70), replace(weights_of(SMALL), router_bias=bias)
-    assert error(run(x, weights, SMALL, tuned), reference(x, weights, SMALL)) < TOLERANCE
+    assert error(run(x, weights, SMALL, split), reference(x, weights, SMALL)) < TOLERANCE
 
 
 @gpu
-@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
+@pytest.mark.parametrize("split", KINDS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_leaves_the_others_alone(
-    value: float, tuned: hopper.Tuning
-) -> None:
+def test_a_row_that_is_not_finite_leaves_the_others_alone(value: float, split: bool) -> None:
     x, weights = rows_of(SMALL, 12), weights_of(SMALL)
-    clean = run(x, weights, SMALL, tuned)
+    clean = run(x, weights, SMALL, split)
     x[5, 3] = value
-    got = run(x, weights, SMALL, tuned)
+    got = run(x, weights, SMALL, split)
     others = [i for i in range(12) if i != 5]
     assert torch.equal(got[others], clean[others])
     assert not got[5].isfinite().any()
 
 
 @gpu
-@pytest.mark.parametrize("tuned", TUNINGS, ids=str)
-def test_the_same_rows_give_the_same_bits(tuned: hopper.Tuning) -> None:
-    x = rows_of(ODD, 33).to("cuda")
-    packed = hopper.prepare(to_device(weights_of(ODD), "cuda"), ODD)
-    first = hopper.few_rows(x, packed, ODD, tuned)
-    assert all(torch.equal(hopper.few_rows(x, packed, ODD, tuned), first) for _ in range(5))
+@pytest.mark.parametrize("split", KINDS)
+@pytest.mark.parametrize("bounds", [(0, 20), (3, 89)])
+def test_a_row_does_not_hang_on_the_rows_beside_it(bounds: tuple[int, int], split: bool) -> None:
+    x, weights = rows_of(ODD, 90), weights_of(ODD)
+    some = slice(*bounds)
+    assert torch.equal(run(x[some], weights, ODD, split), run(x, weights, ODD, split)[some])
 
 
 @gpu
-def test_a_graph_serves_any_routing() -> None:
+@pytest.mark.parametrize("split", KINDS)
+def test_the_same_rows_give_the_same_bits(split: bool) -> None:
+    x = rows_of(ODD, 33).to("cuda")
+    packed = hopper.prepare(to_device(weights_of(ODD), "cuda"), ODD)
+    first = hopper.few_rows(x, packed, ODD, split=split)
+    assert all(torch.equal(hopper.few_rows(x, packed, ODD, split=split), first) for _ in range(5))
+
+
+@gpu
+@pytest.mark.parametrize("split", KINDS)
+def test_a_graph_serves_any_routing(split: bool) -> None:
     packed = hopper.prepare(to_device(weights_of(SMALL), "cuda"), SMALL)
     x = rows_of(SMALL, 16).to("cuda")
-    tuned = hopper.tuning(16)
-    hopper.few_rows(x, packed, SMALL, tuned)
+    hopper.few_rows(x, packed, SMALL, split=split)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = hopper.few_rows(x, packed, SMALL, tuned)
+        out = hopper.few_rows(x, packed, SMALL, split=split)
     for seed in range(5):
         x.copy_(rows_of(SMALL, 16, seed))
         graph.replay()
-        assert torch.equal(out, hopper.few_rows(x, packed, SMALL, tuned))
+        assert torch.equal(out, hopper.few_rows(x, packed, SMALL, split=split))
 
 
 def test_prepared_weights_stand_for_the_same_values_in_the_same_memory() -> None:

@@ -162,7 +162,8 @@ def test_gathered_rows_are_the_rows_times_a_power_of_two() -> None:
     x[4, 9] = float("inf")
     x[5] = 2.0**-133
     found = prefill.order(*prefill.route(x, weights, SPEC), SPEC)
-    slabs, factors = prefill.gather(x, found, SPEC)
+    slabs = prefill._slabs(SPEC.hidden_size, found.capacity, x.device)
+    factors = prefill.gather(x, found, SPEC, slabs)
     values = from_slabs(slabs, torch.float16)[found.places.long()]
     back = values.double() * factors[found.places.long()].double().unsqueeze(-1) * 2.0**-14
     want = x.double().unsqueeze(1).expand_as(back)
@@ -174,18 +175,20 @@ def test_gathered_rows_are_the_rows_times_a_power_of_two() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("groups", [2, 3, 4])
+@pytest.mark.parametrize("shape", [0, 1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 40, 110, 150, 320, 700, 3000])
-def test_both_products_are_those_of_the_dequantised_weights(rows: int, groups: int) -> None:
-    for spec in (SPEC, replace(SPEC, hidden_size=384, expert_width=256)):
+def test_both_products_are_those_of_the_dequantised_weights(rows: int, shape: int) -> None:
+    for hidden_size, width in ((512, 384), (384, 256), (128, 128)):
+        spec = replace(SPEC, hidden_size=hidden_size, expert_width=width)
         x, weights = rows_of(rows, spec).to("cuda"), on_gpu(packed(spec))
         chosen, share = prefill.route(x, weights, spec)
         found = prefill.order(chosen, share, spec)
-        slabs, factors = prefill.gather(x, found, spec)
-        hidden = torch.full_like(prefill._slabs(spec.expert_width, found), 0xFF)
-        prefill.multiply(slabs, weights.gate_up, hidden, found, spec, factors, groups)
-        parts = torch.full_like(prefill._slabs(spec.hidden_size, found), 0xFF)
-        prefill.multiply(hidden, weights.down, parts, found, spec, groups=groups)
+        slabs, hidden, parts = (
+            prefill._slabs(columns, found.capacity, x.device).fill_(0xFF)
+            for columns in (hidden_size, width, hidden_size)
+        )
+        factors = prefill.gather(x, found, spec, slabs)
+        prefill.multiply(slabs, factors, weights, hidden, parts, found, spec, shape)
         want_hidden, want_parts = plain(x, weights, chosen, spec)
         places = found.places.long()
         got = from_slabs(hidden, torch.float16)[places].float() / prefill._hidden_factor(spec)
@@ -201,7 +204,7 @@ def test_both_products_are_those_of_the_dequantised_weights(rows: int, groups: i
 def test_output_is_plain_arithmetics_within_bf16(rows: int) -> None:
     x, weights = rows_of(rows).to("cuda"), on_gpu(packed())
     shared = rows_of(rows, seed=6).to("cuda")
-    got = prefill.experts(x, weights, shared, SPEC)
+    got = prefill.experts(x, weights, lambda: shared, SPEC)
     assert error(got, whole(x, weights, shared)) <= BF16
 
 
@@ -210,7 +213,7 @@ def test_all_rows_may_go_to_the_same_experts_and_reach_the_clamp() -> None:
     x, weights = (rows_of(900) * 40).to("cuda"), on_gpu(packed())
     weights.router_bias[torch.tensor([1, 3, 4, 7])] = 9.0
     shared = torch.zeros_like(x)
-    got = prefill.experts(x, weights, shared, SPEC)
+    got = prefill.experts(x, weights, lambda: shared, SPEC)
     assert error(got, whole(x, weights, shared)) <= BF16
 
 
@@ -218,9 +221,9 @@ def test_all_rows_may_go_to_the_same_experts_and_reach_the_clamp() -> None:
 def test_nan_stays_in_its_row() -> None:
     x, weights = rows_of(300).to("cuda"), on_gpu(packed())
     shared = torch.zeros_like(x)
-    want = prefill.experts(x, weights, shared, SPEC)
+    want = prefill.experts(x, weights, lambda: shared, SPEC)
     x[17, 3] = float("nan")
-    got = prefill.experts(x, weights, shared, SPEC)
+    got = prefill.experts(x, weights, lambda: shared, SPEC)
     assert got[17].isnan().all()
     others = torch.arange(300, device="cuda") != 17
     assert torch.equal(got[others], want[others])
@@ -231,16 +234,16 @@ def test_a_replayed_graph_serves_another_routing() -> None:
     weights = on_gpu(packed())
     x, shared = rows_of(500).to("cuda"), torch.zeros(500, SPEC.hidden_size, device="cuda")
     shared = shared.bfloat16()
-    prefill.experts(x, weights, shared, SPEC)
+    prefill.experts(x, weights, lambda: shared, SPEC)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = prefill.experts(x, weights, shared, SPEC)
+        out = prefill.experts(x, weights, lambda: shared, SPEC)
     for seed in (8, 9):
         x.copy_(rows_of(500, seed=seed) + (3.0 if seed == 9 else 0.0))
         graph.replay()
         assert error(out, whole(x, weights, shared)) <= BF16
-        assert torch.equal(out, prefill.experts(x, weights, shared, SPEC))
+        assert torch.equal(out, prefill.experts(x, weights, lambda: shared, SPEC))
 
 
 @gpu
@@ -249,8 +252,8 @@ def test_rows_need_not_lie_one_after_another() -> None:
     wide = rows_of(300, replace(SPEC, hidden_size=1024)).to("cuda")
     shared = torch.zeros(300, SPEC.hidden_size, device="cuda").bfloat16()
     for x in (wide[:, :512], wide[:, 3:515], wide.T.contiguous().T[:, :512]):
-        got = prefill.experts(x, weights, shared, SPEC)
-        assert torch.equal(got, prefill.experts(x.contiguous(), weights, shared, SPEC))
+        got = prefill.experts(x, weights, lambda: shared, SPEC)
+        assert torch.equal(got, prefill.experts(x.contiguous(), weights, lambda: shared, SPEC))
 
 
 def test_what_the_kernels_do_not_take_is_refused_in_words() -> None:
@@ -262,12 +265,16 @@ def test_what_the_kernels_do_not_take_is_refused_in_words() -> None:
         ({"expert_width": 160}, "an expert width of a multiple of 128"),
         ({"num_experts": 512}, "a number of experts of a multiple of 1 up to 256"),
         ({"swiglu_limit": float("inf")}, "must fit fp16"),
+        (
+            {"num_experts": 256, "expert_width": 16384, "hidden_size": 16384},
+            "up to 2\\^36 codes",
+        ),
     ):
         with pytest.raises(UnsupportedError, match=words):
-            prefill.experts(x, weights, x, replace(SPEC, **change))
+            prefill.experts(x, weights, lambda: x, replace(SPEC, **change))
     standard = replace(weights, gate_up=unpack(weights.gate_up))
     with pytest.raises(UnsupportedError, match="packed NVFP4"):
-        prefill.experts(x, standard, x, SPEC)
+        prefill.experts(x, standard, lambda: x, SPEC)
 
 
 def test_the_largest_hidden_value_fits_fp16() -> None:
@@ -277,6 +284,12 @@ def test_the_largest_hidden_value_fits_fp16() -> None:
         most = float((gate * torch.sigmoid(alpha * gate)).abs().max()) * (limit + abs(beta))
         assert 2.0**12 <= prefill._hidden_factor(spec) * most < 65504 or alpha < 1
         assert prefill._hidden_factor(spec) * most < 65504
+
+
+def test_more_rows_an_expert_never_take_a_shape_for_fewer() -> None:
+    taken = [prefill._shape(rows / 8) for rows in range(1, 8000)]
+    assert taken == sorted(taken)
+    assert set(taken) == {0, 1, 2, 3}
 
 
 @nvcc

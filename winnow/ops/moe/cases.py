@@ -81,7 +81,10 @@ CASES = (
             (5, "ties"),
             (33, "all to the same experts"),
             (4, "one row of NaN"),
+            # As many rows as each of hopper's ways to compute experts is for.
             (6, "beyond the limit"),
+            (40, "beyond the limit"),
+            (260, "beyond the limit"),
         )
     ),
     *(_case(kind, "fp32", 6, "beyond the limit") for kind in ("fp32", "mxfp8", "nvfp4")),

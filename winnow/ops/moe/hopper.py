@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -36,11 +36,11 @@ from winnow.spec.model import ModelSpec
 SOURCES = Path(__file__).parent / "csrc"
 MAX_ROWS = 256
 """Of one call of the kernels for few rows."""
-SPLIT_ROWS = 32
+PREFILL_ROWS = 96
+"""Above so many rows `hopper_prefill` serves what it takes."""
+SPLIT_ROWS = 8
 """Up to so many rows the warps of a CTA share the columns of a weight row, else each has its own
 weight rows."""
-EIGHTS_ROWS = 128
-"""Up to so many rows few experts have more than eight of them."""
 MAX_EXPERTS = 256
 MAX_TAKEN = 8
 BLOCK = 128
@@ -56,7 +56,7 @@ class _Stack(ctypes.Structure):
 class _Shape(ctypes.Structure):
     _fields_ = (
         *(("rows", _I), ("taken", _I), ("experts", _I), ("hidden", _I), ("width", _I)),
-        *(("shared_width", _I), ("chunk", _I), ("shared_chunk", _I), ("split", _I)),
+        *(("shared_width", _I), ("split", _I)),
     )
 
 
@@ -71,25 +71,8 @@ class _Scratch(ctypes.Structure):
     _fields_ = (
         *(("logits", _P), ("x", _P), ("unscale", _P), ("chunks", _P), ("order", _P)),
         *(("share", _P), ("hidden", _P), ("shared_hidden", _P), ("parts", _P)),
+        *(("handover", _P), ("done", _P)),
     )
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How the kernels for few rows cut their work. `split`: warps that share a weight row's
-    columns, 8 or 1. `chunk` and `shared_chunk`: tokens that share one read of a routed expert's
-    weights and of the shared expert's: 8 or 16, with `split` 1 also 32."""
-
-    split: int
-    chunk: int
-    shared_chunk: int
-
-
-def tuning(rows: int) -> Tuning:
-    """The fastest for so many rows, as measured."""
-    if rows <= SPLIT_ROWS:
-        return Tuning(8, 8, 8)
-    return Tuning(1, 8, 8) if rows <= EIGHTS_ROWS else Tuning(1, 16, 32)
 
 
 def takes(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> bool:
@@ -140,20 +123,22 @@ def moe(mlp: Mlp) -> Moe:
                 "--backend cuda"
             )
         weights = prepare(_own(weights), spec)
-        if x.shape[0] <= MAX_ROWS:
-            return few_rows(x, weights, spec, tuning(x.shape[0]))
         mx = isinstance(weights.shared.gate_up, PackedMxfp8Weight)
-        if mx and hopper_prefill.takes(x, weights, spec):
-            return hopper_prefill.experts(x, weights, mlp(x, weights.shared, spec), spec)
-        tuned = tuning(MAX_ROWS)
-        return torch.cat([few_rows(part, weights, spec, tuned) for part in x.split(MAX_ROWS)])
+        if x.shape[0] > PREFILL_ROWS and mx and hopper_prefill.takes(x, weights, spec):
+            return hopper_prefill.experts(x, weights, lambda: mlp(x, weights.shared, spec), spec)
+        parts = [
+            few_rows(part, weights, spec, split=part.shape[0] <= SPLIT_ROWS)
+            for part in x.split(MAX_ROWS)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     op.__module__ = __name__
     return op
 
 
-def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec, tuned: Tuning) -> Tensor:
-    """`moe` for up to MAX_ROWS rows and packed weights."""
+def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec, *, split: bool) -> Tensor:
+    """`moe` for up to MAX_ROWS rows and packed weights. `split`: by the kernels for the fewest
+    rows, whose warps share the columns of a weight row; any number of rows is right."""
     rows, hidden = x.shape
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if not rows:
@@ -170,16 +155,19 @@ def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec, tuned: Tuning) -> 
     logits = room(torch.float32, rows, experts)
     converted = room(torch.float16, rows, hidden)
     unscale = room(torch.float32, rows)
-    chunks = room(torch.int32, 4 + 4 * (min(experts, pairs) + pairs // tuned.chunk))
+    chunks = room(torch.int32, 4 + 4 * (min(experts, pairs) + pairs // 8))
     order, share = room(torch.int32, pairs), room(torch.float32, pairs)
     activated = room(torch.float16, pairs * width)
     shared_activated = room(torch.float16, rows * shared_width)
     parts = room(torch.float32, pairs + rows, hidden)
+    multiprocessors = _multiprocessors(x.device)
+    ctas = 0 if split else 2 * multiprocessors
+    handover, done = room(torch.float32, ctas, 128, 256), room(torch.int32, 2 * ctas)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     error = _score_library().winnow_moe_score(
         x.data_ptr(), x.stride(0), weights.router.data_ptr(), rows, hidden, experts,
         logits.data_ptr(), converted.data_ptr(), unscale.data_ptr(),
-        stream,
+        done.data_ptr(), done.numel(), stream,
     )  # fmt: skip
     if error:
         raise RuntimeError(f"the router did not launch: CUDA error {error}")
@@ -188,17 +176,15 @@ def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec, tuned: Tuning) -> 
         _stack(weights.gate_up), _stack(weights.down),
         _stack(weights.shared.gate_up), _stack(weights.shared.down),
         weights.router_bias.data_ptr(),
-        _Shape(
-            rows, taken, experts, hidden, width, shared_width,
-            tuned.chunk, tuned.shared_chunk, tuned.split,
-        ),
+        _Shape(rows, taken, experts, hidden, width, shared_width, split),
         _Numbers(spec.routed_scale, spec.swiglu_alpha, limit, beta, hidden_scale(limit, beta)),
         _Scratch(
             logits.data_ptr(), converted.data_ptr(), unscale.data_ptr(), chunks.data_ptr(),
             order.data_ptr(), share.data_ptr(),
             activated.data_ptr(), shared_activated.data_ptr(), parts.data_ptr(),
+            handover.data_ptr(), done.data_ptr(),
         ),
-        out.data_ptr(), _multiprocessors(x.device), stream,
+        out.data_ptr(), multiprocessors, stream,
     )  # fmt: skip
     if error:
         raise RuntimeError(f"the experts did not launch: CUDA error {error}")
@@ -255,7 +241,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _score_library() -> ctypes.CDLL:
-    types = (_P, _N, _P, _I, _I, _I, _P, _P, _P, _P)
+    types = (_P, _N, _P, _I, _I, _I, _P, _P, _P, _P, _I, _P)
     return library(SOURCES / "score.cu", {"winnow_moe_score": types})
 
 

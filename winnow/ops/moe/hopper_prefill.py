@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from winnow.errors import UnsupportedError
 from winnow.ops.cuda_build import library
-from winnow.ops.weights import MoeWeights, PackedNvfp4Weight, Weight, shape
+from winnow.ops.weights import MoeWeights, PackedNvfp4Weight, Weight
 from winnow.spec.model import ModelSpec
 
 _CSRC = Path(__file__).parent / "csrc"
@@ -32,6 +33,8 @@ _COLUMNS = 128
 """Widths are multiples of it."""
 _MAX_ROWS = 128
 """Rows of an item."""
+_SHAPE_ROWS = (5.0, 18.0, 58.0)
+"""Up to so many rows an expert, on average, each but the last of the kernel's shapes is best."""
 _LARGEST = 2.0**15
 """Hidden values are brought below this, within fp16."""
 _CODE_SCALE = 2.0**14
@@ -40,8 +43,9 @@ _CODE_SCALE = 2.0**14
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _PRODUCTS = {
     "winnow_moe_prefill": (
-        *(_P, _P, _P, _P, _P, _P, _P, _P, _P),
-        *(_I, _I, _I, _I, _I, _I, _F, _F, _F, _F, _I, _P),
+        *(_P, _P, _P, _P, _P, _P),
+        *(_P, _P, _P, _P, _P, _P, _P),
+        *(_I, _I, _I, _I, _I, _F, _F, _F, _F, _F, _I, _P),
     ),
 }
 _ROWS = {
@@ -67,8 +71,8 @@ def _rows() -> ctypes.CDLL:
 class Order:
     """The pairs of rows and chosen experts, by expert. `shares` fp32 and `places` int32 [rows,
     taken]: a pair's weight, and where its row lies; `starts` and `counts` int32 [experts]: each
-    expert's first place, a multiple of 8, and how many it has; `next` int32 [2], zeros: counters
-    of work; `capacity`: places that there are, gaps included."""
+    expert's first place, a multiple of 8, and how many it has; `next` int32 [1 + experts], zeros:
+    counters of work; `capacity`: places that there are, gaps included."""
 
     shares: Tensor
     places: Tensor
@@ -78,30 +82,37 @@ class Order:
     capacity: int
 
 
-def experts(x: Tensor, weights: MoeWeights, shared: Tensor, spec: ModelSpec) -> Tensor:
-    """See `winnow.ops.moe.Moe`; `shared` [rows, hidden] bf16 contiguous is the shared expert's
-    output, which is added. Gate, up and down are `PackedNvfp4Weight`. UnsupportedError for what
-    the kernels do not take.
+def experts(
+    x: Tensor, weights: MoeWeights, shared: Callable[[], Tensor], spec: ModelSpec
+) -> Tensor:
+    """See `winnow.ops.moe.Moe`; `shared` gives the shared expert's output for x, [rows, hidden]
+    bf16 contiguous, which is added. Gate, up and down are `PackedNvfp4Weight`. UnsupportedError
+    for what the kernels do not take.
 
-    Scratch: 16 bits for every pair's row and hidden values, 604 MB for 8,192 rows of MiniMax-M3.
+    Rows are routed and copied on a stream of their own while the shared expert runs. Scratch: 16
+    bits for every pair's row and hidden values, 604 MB for 8,192 rows of MiniMax-M3.
     """
     refusal = _refusal(x, weights, spec)
     if refusal is not None:
         raise UnsupportedError(refusal)
     if not x.shape[0]:
-        return torch.empty_like(shared)
+        return torch.empty_like(x)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    gate_up, down = weights.gate_up, weights.down
-    assert isinstance(gate_up, PackedNvfp4Weight)
-    assert isinstance(down, PackedNvfp4Weight)
-    found = order(*route(x, weights, spec), spec)
-    slabs, factors = gather(x, found, spec)
-    hidden = _slabs(spec.expert_width, found)
-    multiply(slabs, gate_up, hidden, found, spec, factors)
-    parts = slabs  # read to the end by now, and of the size that is needed
-    multiply(hidden, down, parts, found, spec)
-    return combine(parts, found, shared, spec)
+    # Large scratch belongs to the caller's stream, whose allocations can take its place later.
+    slabs = _slabs(spec.hidden_size, _capacity(x.shape[0] * spec.experts_per_token, spec), x.device)
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    # Also keeps what an earlier call left on `side` until the caller's stream has used it.
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        found = order(*route(x, weights, spec), spec)
+        factors = gather(x, found, spec, slabs)
+    added = shared()
+    main.wait_stream(side)
+    hidden = _slabs(spec.expert_width, found.capacity, x.device)
+    parts = slabs  # an expert's rows have been read when its parts are written
+    multiply(slabs, factors, weights, hidden, parts, found, spec)
+    return combine(parts, found, added, spec)
 
 
 def takes(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> bool:
@@ -137,9 +148,8 @@ def order(chosen: Tensor, shares: Tensor, spec: ModelSpec) -> Order:
     pairs, count = chosen.numel(), spec.num_experts
     places = torch.empty_like(chosen)
     numbers = torch.empty(2, count, dtype=torch.int32, device=chosen.device)
-    # Gaps, and what a tile may read past an expert's last place.
-    capacity = -(-(pairs + 8 * count + _MAX_ROWS) // 8) * 8
-    found = Order(shares, places, numbers[0], numbers[1], numbers.new_empty(2), capacity)
+    next_ = numbers.new_empty(1 + count)
+    found = Order(shares, places, numbers[0], numbers[1], next_, _capacity(pairs, spec))
     error = _rows().winnow_moe_order(
         chosen.data_ptr(), pairs, count, found.starts.data_ptr(), found.counts.data_ptr(),
         places.data_ptr(), found.next.data_ptr(),
@@ -149,10 +159,9 @@ def order(chosen: Tensor, shares: Tensor, spec: ModelSpec) -> Order:
     return found
 
 
-def gather(x: Tensor, found: Order, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """The rows of x as fp16 at their places, and the factors fp32 [capacity] that undo their
-    powers of two."""
-    slabs = _slabs(spec.hidden_size, found)
+def gather(x: Tensor, found: Order, spec: ModelSpec, slabs: Tensor) -> Tensor:
+    """Writes the rows of x as fp16 at their places into `slabs`; gives the factors fp32 [capacity]
+    that undo their powers of two."""
     factors = torch.empty(found.capacity, dtype=torch.float32, device=x.device)
     error = _rows().winnow_moe_gather(
         x.data_ptr(), x.stride(0), x.shape[0], spec.hidden_size, found.places.data_ptr(),
@@ -160,36 +169,36 @@ def gather(x: Tensor, found: Order, spec: ModelSpec) -> tuple[Tensor, Tensor]:
         torch.cuda.current_stream(x.device).cuda_stream,
     )  # fmt: skip
     torch.cuda.check_error(error)
-    return slabs, factors
+    return factors
 
 
 def multiply(
     rows: Tensor,
-    weight: PackedNvfp4Weight,
-    out: Tensor,
+    factors: Tensor,
+    weights: MoeWeights,
+    hidden: Tensor,
+    parts: Tensor,
     found: Order,
     spec: ModelSpec,
-    factors: Tensor | None = None,
-    groups: int | None = None,
+    shape: int | None = None,
 ) -> None:
-    """Every place's row times its expert's matrix, into `out`: with `factors` the activated hidden
-    values of gate and up, fp16; without, what down gives of them, bf16. `groups`: warpgroups of a
-    CTA, 2 to 4, by default what suits the number of rows; it changes no result."""
+    """Every place's row through its expert: into `hidden` the activated values of gate and up,
+    fp16, and into `parts`, which may be `rows`, what down gives of them, bf16. `shape`: which of
+    the kernel's, 0 to 3, by default what suits the number of rows; it changes no result."""
+    gate_up, down = weights.gate_up, weights.down
+    assert isinstance(gate_up, PackedNvfp4Weight)
+    assert isinstance(down, PackedNvfp4Weight)
+    held = [t for w in (gate_up, down) for t in (w.codes, w.scales, w.global_scales)]
     # Kernels see addresses and widths only.
-    assert all(t.is_contiguous() for t in (weight.codes, weight.scales, weight.global_scales))
-    groups = groups or _groups(found.places.numel() / spec.num_experts)
-    gated = factors is not None
-    width, depth = shape(weight)[-2:]
-    strips = width // 2 // 16 if gated else width // 16
-    hidden = _hidden_factor(spec)
-    factor = hidden if gated else _CODE_SCALE / hidden
+    assert all(t.is_contiguous() for t in held)
+    shape = _shape(found.places.numel() / spec.num_experts) if shape is None else shape
+    factor = _hidden_factor(spec)
     error = _products().winnow_moe_prefill(
-        weight.codes.data_ptr(), weight.scales.data_ptr(), weight.global_scales.data_ptr(),
-        rows.data_ptr(), out.data_ptr(), found.starts.data_ptr(), found.counts.data_ptr(),
-        None if factors is None else factors.data_ptr(),
-        found.next.data_ptr() + (0 if gated else 4),
-        gated, groups, spec.num_experts, strips, depth // 64, found.capacity,
-        spec.swiglu_alpha, spec.swiglu_limit, spec.swiglu_beta, factor,
+        *(t.data_ptr() for t in held),
+        rows.data_ptr(), hidden.data_ptr(), parts.data_ptr(), found.starts.data_ptr(),
+        found.counts.data_ptr(), factors.data_ptr(), found.next.data_ptr(), shape,
+        spec.num_experts, spec.hidden_size, spec.expert_width, found.capacity,
+        spec.swiglu_alpha, spec.swiglu_limit, spec.swiglu_beta, factor, _CODE_SCALE / factor,
         torch.cuda.get_device_properties(rows.device).multi_processor_count,
         torch.cuda.current_stream(rows.device).cuda_stream,
     )  # fmt: skip
@@ -208,15 +217,25 @@ def combine(parts: Tensor, found: Order, shared: Tensor, spec: ModelSpec) -> Ten
     return out
 
 
-def _slabs(columns: int, found: Order) -> Tensor:
+def _capacity(pairs: int, spec: ModelSpec) -> int:
+    """Places for so many pairs: with gaps, and what a tile may read past an expert's last one."""
+    return -(-(pairs + 8 * spec.num_experts + _MAX_ROWS) // 8) * 8
+
+
+def _slabs(columns: int, capacity: int, device: torch.device) -> Tensor:
     """Room for a 16-bit number a column and place, in slabs of 64 columns."""
-    size = (columns // 64, found.capacity, 128)
-    return torch.empty(size, dtype=torch.uint8, device=found.places.device)
+    return torch.empty(columns // 64, capacity, 128, dtype=torch.uint8, device=device)
 
 
-def _groups(rows: float) -> int:
-    """Warpgroups for so many rows an expert, on average: see csrc/prefill.cu."""
-    return 4 if rows <= 24 else 3 if rows <= 52 else 2
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Goes before the shared expert's large launches."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _shape(rows: float) -> int:
+    """Of the kernel for so many rows an expert, on average: see csrc/prefill.cu."""
+    return sum(rows > most for most in _SHAPE_ROWS)
 
 
 def _hidden_factor(spec: ModelSpec) -> float:
@@ -245,6 +264,8 @@ def _refusal(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> str | None:
                 f"the hopper backend's experts take {what} of a multiple of {step} up to {most}, "
                 f"not {given}"
             )
+    if spec.num_experts * spec.expert_width * spec.hidden_size >= 1 << 35:
+        return "the hopper backend's experts take up to 2^36 codes of gate and up"
     if not (0 < spec.swiglu_limit <= 128 and spec.swiglu_alpha > 0 and abs(spec.swiglu_beta) <= 64):
         return (
             "the hopper backend's experts need a limit of the activation of at most 128, not "

@@ -16,7 +16,7 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 
 struct Shape {
   int rows, taken, experts, hidden;
-  int chunk, shared_chunk;  // tokens of a unit at most: of a routed expert, of the shared one
+  int chunk;  // tokens of a unit at most
 };
 
 struct Plan {
@@ -47,19 +47,35 @@ __device__ void choose(const Shape& s, const Scores& from, uint8_t* chosen,
                        float* shares) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int experts = s.experts, taken = s.taken;
+  // A row's scores come while the one before it is decided.
+  float bias[kMaxLaneExperts], logits[kMaxLaneExperts];
+  const auto load = [&](int row) {
+#pragma unroll
+    for (int i = 0; i < kMaxLaneExperts; ++i) {
+      const int expert = lane + 32 * i;
+      if (expert < experts && row < s.rows)
+        logits[i] = from.logits[int64_t(row) * experts + expert];
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kMaxLaneExperts; ++i) {
+    const int expert = lane + 32 * i;
+    bias[i] = expert < experts ? from.bias[expert] : 0.0f;
+  }
+  load(warp);
   for (int row = warp; row < s.rows; row += kThreads / 32) {
     float scores[kMaxLaneExperts];
     uint32_t ranks[kMaxLaneExperts];
 #pragma unroll
     for (int i = 0; i < kMaxLaneExperts; ++i) {
-      const int expert = lane + 32 * i;
       scores[i] = 0.0f, ranks[i] = 0;
-      if (expert < experts) {
-        scores[i] = 1.0f / (1.0f + expf(-from.logits[int64_t(row) * experts + expert]));
-        const float rank = scores[i] + from.bias[expert];
+      if (lane + 32 * i < experts) {
+        scores[i] = 1.0f / (1.0f + expf(-logits[i]));
+        const float rank = scores[i] + bias[i];
         ranks[i] = ordered(rank == rank ? rank : -INFINITY);
       }
     }
+    load(row + kThreads / 32);
     float own = 0.0f, total = 0.0f;
     for (int choice = 0; choice < taken; ++choice) {
       uint32_t best = 0;

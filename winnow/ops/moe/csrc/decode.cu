@@ -29,12 +29,13 @@ namespace {
 
 // Rings (and the warps' sums), then chunks, then (gate and up) the order, the choices and their
 // weights.
-__host__ __device__ int ring_bytes(const Shape& s, int split) {
-  return split == 1 ? kTileStages * stage_bytes(s) : split_bytes(s);
-}
+template <bool SPLIT>
+constexpr int kRings = SPLIT ? kSplitBytes : kTileBytes;
 
-__host__ int shared_bytes(const Shape& s, int split, bool down) {
-  return ring_bytes(s, split) + 16 * max_chunks(s) + (down ? 0 : 9 * s.rows * s.taken + 16);
+template <bool SPLIT>
+int shared_bytes(const Shape& s, bool down) {
+  return kRings<SPLIT> + 16 * (max_chunks(s) + shared_chunks(s)) +
+         (down ? 0 : 9 * s.rows * s.taken + 16);
 }
 
 // The chunks of tokens, their number and the pairs' order: chosen here, or read.
@@ -67,7 +68,7 @@ __device__ __forceinline__ void let_next_launch_begin() {
 
 template <bool DOWN>
 __device__ __forceinline__ void split_units(const Params& p, uint8_t* shared, int4* chunks) {
-  const Inbox inbox(p, shared + kWarps * kRingBytes);
+  const Inbox inbox(shared + kWarps * kRingBytes);
   Ring ring;
   ring.base = ring.at = shared_address(shared + threadIdx.x / 32 * kRingBytes);
   Stream<DOWN> stream;
@@ -76,14 +77,14 @@ __device__ __forceinline__ void split_units(const Params& p, uint8_t* shared, in
   // gate and up, whose other units are not chosen yet; all by down, which finds them chosen.
   const int* order;
   int num_chunks = DOWN ? find_chunks<DOWN>(p, chunks, order) : 0;
-  Range r = cut<kWarps>(p, num_chunks);
+  Range r = cut(p, num_chunks);
   int end = r.num_shared + r.num_routed, filled = 0;
   // A group for a slot: none for what cannot be asked for yet.
   for (; filled < kStages && stream.fill(p, r, chunks, end, ring.base); ++filled) end_group();
   wait_for_launch_ahead();
   if (!DOWN) {
     num_chunks = find_chunks<DOWN>(p, chunks, order);
-    r = cut<kWarps>(p, num_chunks);
+    r = cut(p, num_chunks);
     end = r.num_shared + r.num_routed;
   }
   for (; filled < kStages; ++filled) {
@@ -92,52 +93,68 @@ __device__ __forceinline__ void split_units(const Params& p, uint8_t* shared, in
   }
   let_next_launch_begin();
   for (int number = 0; number < end;) {
-    const Unit unit = unit_of<kWarps>(p, r, chunks, number);
-    if (unit.tokens > 8) {
-      serve<DOWN, 2>(p, r, chunks, order, unit, number, end, stream, ring, inbox);
-    } else {
-      serve<DOWN, 1>(p, r, chunks, order, unit, number, end, stream, ring, inbox);
-    }
+    const Unit unit = unit_of(p, r, chunks, number);
+    serve(p, r, chunks, order, unit, number, end, stream, ring, inbox);
   }
 }
 
 template <bool DOWN>
 __device__ __forceinline__ void tile_units(const Params& p, uint8_t* shared, int4* chunks) {
-  wait_for_launch_ahead();
+  if (!DOWN) wait_for_launch_ahead();
   const int* order;
-  const Range r = cut<1>(p, find_chunks<DOWN>(p, chunks, order));
-  let_next_launch_begin();
-  const int end = r.num_shared + r.num_routed;
-  TileStream<DOWN> stream;
-  stream.begin(shared_address(shared));
-  for (int i = 0; i < kTileStages - 1; ++i) {
-    stream.fill(p, r, chunks, order, end);
-    end_group();
+  const int ahead = shared_chunks(p.shape);
+  const int num_chunks = ahead + find_chunks<DOWN>(p, chunks + ahead, order);
+  for (int i = threadIdx.x; i < ahead; i += kThreads) {
+    const int first = i * p.shape.chunk;
+    chunks[i] = make_int4(-1, first, min(p.shape.chunk, p.shape.rows - first), 0);
   }
-  uint32_t stage = stream.ring;
-  for (int number = 0; number < end;) {
-    const Unit unit = unit_of<1>(p, r, chunks, number);
-    switch (eights_of(unit.tokens)) {
-      case 1:
-        serve_tile<DOWN, 1>(p, r, chunks, order, unit, number, end, stream, stage);
-        break;
-      case 2:
-        serve_tile<DOWN, 2>(p, r, chunks, order, unit, number, end, stream, stage);
-        break;
-      default:
-        serve_tile<DOWN, 4>(p, r, chunks, order, unit, number, end, stream, stage);
+  __syncthreads();
+  const Work work(p, chunks, num_chunks);
+  if (!DOWN) let_next_launch_begin();
+  TileStream<DOWN> stream;
+  stream.ring = stream.stage = shared_address(shared);
+  stream.next = work.start_of(p, blockIdx.x);
+  stream.to = work.start_of(p, blockIdx.x + 1);
+  stream.left = 0;
+  Place at = stream.next;
+  if constexpr (DOWN) {
+    // Weights are asked for before the launch ahead of this one has ended, activations after it.
+    TokenPart parts[kTileStages - 1] = {};
+#pragma unroll
+    for (int i = 0; i < kTileStages - 1; ++i) stream.fill(p, work, order, &parts[i]);
+    wait_for_launch_ahead();
+    let_next_launch_begin();
+#pragma unroll
+    for (int i = 0; i < kTileStages - 1; ++i) {
+      if (parts[i].wanted) copy_16(parts[i].to, parts[i].from);
+      end_group();
     }
+  } else {
+    for (int i = 0; i < kTileStages - 1; ++i) {
+      stream.fill(p, work, order);
+      end_group();
+    }
+  }
+  uint32_t slot = stream.ring;
+  while (!(at == stream.to)) {
+    const int end = work.end_of_part(p, at, stream.to);
+    if (eights_of(chunks[at.chunk].z) > 1) {
+      serve_tile<DOWN, 2>(p, work, order, at, end, stream, slot);
+    } else {
+      serve_tile<DOWN, 1>(p, work, order, at, end, stream, slot);
+    }
+    work.skip(p, at, end);
   }
 }
 
-template <bool DOWN, int SPLIT>
+template <bool DOWN, bool SPLIT>
 __global__ void __launch_bounds__(kThreads, kCtas) experts(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
-  int4* chunks = reinterpret_cast<int4*>(shared + ring_bytes(p.shape, SPLIT));
-  if constexpr (SPLIT == 1) {
-    tile_units<DOWN>(p, shared, chunks);
-  } else {
+  int4* chunks = reinterpret_cast<int4*>(shared + kRings<SPLIT>);
+  if constexpr (SPLIT) {
     split_units<DOWN>(p, shared, chunks);
+  } else {
+    tile_units<DOWN>(p, shared, chunks);
   }
 }
 
@@ -179,16 +196,16 @@ cudaError_t launch(void (*kernel)(Args...), dim3 grid, int bytes, cudaStream_t s
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-template <int SPLIT>
+template <bool SPLIT>
 cudaError_t run(Params p, const Stack (&down)[2], __nv_bfloat16* out, int multiprocessors,
                 cudaStream_t stream) {
   const Shape& s = p.shape;
   const dim3 grid(kCtas * multiprocessors);
   cudaError_t error =
-      launch(experts<false, SPLIT>, grid, shared_bytes(s, SPLIT, false), stream, p);
+      launch(experts<false, SPLIT>, grid, shared_bytes<SPLIT>(s, false), stream, p);
   if (error != cudaSuccess) return error;
-  p.routed = down[0], p.shared = down[1];
-  error = launch(experts<true, SPLIT>, grid, shared_bytes(s, SPLIT, true), stream, p);
+  p.routed = down[0], p.shared = down[1], p.handover.done += grid.x;
+  error = launch(experts<true, SPLIT>, grid, shared_bytes<SPLIT>(s, true), stream, p);
   if (error != cudaSuccess) return error;
   const int blocks = (s.hidden + 4 * kThreads - 1) / (4 * kThreads);
   return launch(combine, dim3(blocks, s.rows), 0, stream, s,
@@ -202,12 +219,16 @@ struct WinnowMoeScratch {
   const float* logits;     // [rows, experts], of winnow_moe_score
   const void* x;           // fp16 [rows, hidden], of winnow_moe_score
   const float* unscale;    // [rows], of winnow_moe_score
-  int* chunks;             // 4 + 4 * (min(experts, pairs) + pairs / chunk)
+  int* chunks;             // 4 + 4 * (min(experts, pairs) + pairs / 8)
   int* order;              // [pairs]
   float* share;            // [pairs]
   void* hidden;            // fp16 [pairs, width]
   void* shared_hidden;     // fp16 [rows, shared width]
   float* parts;            // [pairs + rows, hidden]
+  // Unless split: fp32 [2 * multiprocessors, 128, 256] and [4 * multiprocessors], zeros by
+  // winnow_moe_score.
+  void* handover;
+  int* done;
 };
 
 // Packed weights: codes, scales and globals (null: MXFP8) of one stack.
@@ -218,7 +239,7 @@ struct WinnowMoeStack {
 };
 
 struct WinnowMoeShape {
-  int rows, taken, experts, hidden, width, shared_width, chunk, shared_chunk, split;
+  int rows, taken, experts, hidden, width, shared_width, split;
 };
 
 struct WinnowMoeNumbers {
@@ -226,7 +247,7 @@ struct WinnowMoeNumbers {
   float hidden_scale;  // a power of two; hidden activations times it are below fp16's largest
 };
 
-// hidden and widths: multiples of 128. Chunks: 8 or 16, with split 1 (more tokens) also 32.
+// hidden and widths: multiples of 128. split: for few rows, see split.cuh.
 // out: bf16 [rows, hidden]. Returns a cudaError_t.
 extern "C" int winnow_moe_decode(const WinnowMoeStack* gate_up, const WinnowMoeStack* down,
                                  const WinnowMoeStack* shared_gate_up,
@@ -237,13 +258,9 @@ extern "C" int winnow_moe_decode(const WinnowMoeStack* gate_up, const WinnowMoeS
   const WinnowMoeShape& s = *shape;
   const WinnowMoeNumbers& n = *numbers;
   const WinnowMoeScratch& room = *scratch;
-  const auto served = [](int chunk, int split) {
-    return chunk == 8 || chunk == 16 || (chunk == 32 && split == 1);
-  };
   if (s.rows < 1 || s.taken > kMaxTaken || s.taken > s.experts ||
       s.experts > 32 * kMaxLaneExperts || s.rows * s.taken >= 1 << 16 || s.hidden % kBlock ||
-      s.width % kBlock || s.shared_width % kBlock || (s.split != 1 && s.split != kWarps) ||
-      !served(s.chunk, s.split) || !served(s.shared_chunk, s.split))
+      s.width % kBlock || s.shared_width % kBlock)
     return cudaErrorInvalidValue;
   const auto stack = [](const WinnowMoeStack& w, int columns, int units) {
     return Stack{static_cast<const uint8_t*>(w.codes), static_cast<const uint8_t*>(w.scales),
@@ -254,14 +271,16 @@ extern "C" int winnow_moe_decode(const WinnowMoeStack* gate_up, const WinnowMoeS
   Params p;
   p.routed = stack(*gate_up, s.hidden, s.width / 16);
   p.shared = stack(*shared_gate_up, s.hidden, s.shared_width / 16);
-  p.shape = {s.rows, s.taken, s.experts, s.hidden, s.chunk, s.shared_chunk};
+  p.shape = {s.rows, s.taken, s.experts, s.hidden, s.split ? kSplitTokens : kTileTokens};
   p.plan = {room.chunks, room.order, room.share};
-  p.up = {{room.logits, bias, n.routed_scale}, static_cast<const __half*>(room.x), room.unscale,
+  p.up = {{room.logits, bias, n.routed_scale},
+          static_cast<const __half*>(room.x), room.unscale,
           n.alpha, n.limit, n.beta, n.hidden_scale, hidden, shared_hidden};
   p.down = {hidden, shared_hidden, 1.0f / n.hidden_scale, room.parts};
+  p.handover = {static_cast<float4*>(room.handover), room.done};
   const Stack downs[2] = {stack(*down, s.width, s.hidden / 32),
                           stack(*shared_down, s.shared_width, s.hidden / 32)};
   auto* result = static_cast<__nv_bfloat16*>(out);
-  return s.split == 1 ? run<1>(p, downs, result, multiprocessors, stream)
-                      : run<kWarps>(p, downs, result, multiprocessors, stream);
+  return s.split ? run<true>(p, downs, result, multiprocessors, stream)
+                 : run<false>(p, downs, result, multiprocessors, stream);
 }

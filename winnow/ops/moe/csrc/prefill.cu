@@ -1,27 +1,28 @@
-// The experts' grouped products for many rows, on Hopper (sm_90a): wgmma on packed NVFP4 weights.
+// The experts for many rows, on Hopper (sm_90a): wgmma on packed NVFP4 weights.
 //
-// Owns the two products (gate and up with the activation; down) over rows that lie ordered by
-// expert. Who chose which expert, and the weighted sum, are prefill_rows.cu's.
+// Owns both products (gate and up with the activation; down), in one launch, over rows that lie
+// ordered by expert. Who chose which expert, and the weighted sum, are prefill_rows.cu's; items and
+// the feeding of rows are prefill_items.cuh's.
 //
-// Weights are the A operand, from registers: a lane loads 16 bytes of a packed tile (16 rows x 64
-// columns, see winnow/ops/fragments.py) and expands its codes into fp16 fragments, exactly. Rows
-// are the N of m64nNk16, from shared memory. A CTA takes one item: strips of 16 output columns by
-// some rows of one expert. Every warp owns two strips, hence two products a step of 16; a gate
-// strip and its up strip are shuffled by name, so that a thread ends with gate and up of the same
-// place. One more warp feeds a ring of row tiles: rows are stored as slabs of 64 columns, 128 bytes
-// a row, already swizzled, so that a tile is one contiguous bulk copy.
+// Weights are the A operand, from registers: a lane copies 16 bytes of a packed tile (16 rows x 64
+// columns, see winnow/ops/fragments.py) into shared memory of its own, 8 steps ahead, and expands
+// the codes into fp16 fragments, exactly. Rows are the N of m64nNk16, from shared memory. Every
+// warp owns two strips, hence two products a step of 16; the strips' rows are shuffled by name, so
+// that a thread ends with gate and up of the same place. Rows are stored as slabs of 64 columns,
+// 128 bytes a row, already swizzled, so that a tile of rows is one contiguous bulk copy.
+//
+// Copies are cp.async: prefetched registers would share one scoreboard, on which a wait is a wait
+// for all of them, and a bulk copy a strip costs the thread that starts it about 80 cycles.
 //
 // Many rows an expert: two warpgroups and items of up to 128 rows, whose sums fill the registers;
 // tensor cores set the pace. Fewer rows: three or four warpgroups, whose latencies hide each
 // other, and items of up to 64 or 40 rows. A number of rows has a loop of its own: a branch around
-// the products costs more than the columns that it saves.
+// the products costs more than the columns that it saves. More loops than these, or more products
+// under way, take more registers than there are, and ptxas then serialises products (C7512).
 //
 // Exactness: an E2M1 code's bits, moved, are the fp16 number code * 2^-14, and times an E4M3 scale
 // a multiple of 2^-24 with at most 6 bits. Sums are fp32; the global scale and the rows' powers of
-// two come in at the end.
-//
-// Items are handed out by a counter, experts with most rows first. Which CTA takes an item changes
-// no result.
+// two come in at the end. Which CTA takes an item, and when, changes no result.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,70 +30,11 @@
 
 #include <cstdint>
 
-#include "prefill_wgmma.cuh"
+#include "prefill_items.cuh"
 
 namespace {
 
-constexpr int kRowBytes = 128;  // 64 fp16 of one row
-constexpr int kTileCodes = 512, kTileScales = 64;
-constexpr int kStages = 8;
-constexpr int kSlots = 4;     // items known ahead
 constexpr int kInFlight = 1;  // products of 16 columns under way while the next is expanded
-constexpr int kAhead = 8;     // steps of weights asked into L2 at a time
-constexpr int kMaxExperts = 256;
-
-struct Params {
-  const uint8_t* codes;        // packed, [matrices, strips, steps, 512]
-  const uint8_t* scales;       // [matrices, strips, steps, 64]
-  const float* global_scales;  // [matrices * strips * 16]
-  const uint8_t* rows;         // [steps, capacity, 128]
-  uint8_t* out;                // [slabs, capacity, 128]
-  const int* starts;           // [experts], multiples of 8
-  const int* counts;
-  const float* factors;  // [capacity], of gate and up alone
-  int* next;             // 0 at launch
-  int experts, strips, steps, capacity;
-  float alpha, limit, beta;
-  float factor;  // of every sum of down, of every hidden value of gate and up
-};
-
-// How a CTA is made of `GROUPS` warpgroups that multiply and one that has the feeding warp (since
-// registers are moved between warpgroups).
-template <int GROUPS>
-struct Shape {
-  static constexpr int kGroups = GROUPS, kWarps = 4 * GROUPS, kThreads = 128 * (GROUPS + 1);
-  static constexpr int kRows = GROUPS == 2 ? 128 : GROUPS == 3 ? 64 : 40;  // of an item at most
-  static constexpr int kStageBytes = kRows * kRowBytes;
-  // What a CTA's registers at launch (168, 128 or 96 a thread) allow, with 24 of a feeding one.
-  static constexpr int kRegisters = GROUPS == 2 ? 240 : GROUPS == 3 ? 160 : 112;
-
-  // Rows that are multiplied where an item has `size`: there is a loop for each.
-  static __device__ __forceinline__ int padded(int size) {
-    if (GROUPS == 2) return size <= 64 ? 64 : size <= 80 ? 80 : (size + 7) / 8 * 8;
-    if (GROUPS == 3) return size <= 32 ? 32 : size <= 48 ? 48 : 64;
-    return size <= 16 ? 16 : size <= 32 ? 32 : 40;
-  }
-};
-
-struct Item {
-  int matrix;         // expert, -1: no more items
-  int tile;           // which strips: 4 for each warpgroup of gate and up, 8 of down
-  int row, valid, n;  // first row, rows that count, rows that are multiplied
-  int part;           // number of these rows among the expert's
-};
-
-template <typename S>
-struct __align__(1024) Shared {
-  static_assert(S::kStageBytes % 1024 == 0, "a swizzle begins at a multiple of 1,024");
-  uint8_t rows[kStages][S::kStageBytes];
-  uint8_t out[S::kGroups][2][S::kStageBytes];  // a warpgroup's slabs
-  float factors[kSlots][S::kRows];
-  Item items[kSlots];
-  uint64_t full[kStages], empty[kStages], known[kSlots], taken[kSlots];
-  int first[kMaxExperts];  // item of the expert of a rank, by falling number of rows
-  int expert[kMaxExperts];
-  int total;
-};
 
 __device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
 __device__ __forceinline__ __half2 halves(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }
@@ -122,50 +64,62 @@ struct Weights {
   uint2 scales[2];
 };
 
-// Where a lane reads the first of its two strips of an item.
-struct Source {
-  const uint8_t* codes;
-  const uint8_t* scales;
-};
-
-// A warp's strip, numbered through all matrices, which lie one after another; a gate's matrix is
-// 2 * expert. The last tile may have warpgroups without strips: they repeat the last one.
-template <bool GATED, typename S>
-__device__ __forceinline__ int strip_of(const Params& p, const Item& item, int warp, int which) {
-  const int own = S::kWarps * item.tile + warp;
-  if (GATED) return (2 * item.matrix + which) * p.strips + min(own, p.strips - 1);
-  return item.matrix * p.strips + min(2 * own, p.strips - 2) + which;
-}
-
-template <bool GATED, typename S>
-__device__ __forceinline__ Source source_of(const Params& p, const Item& item, int warp, int lane) {
-  const int64_t tile = int64_t{strip_of<GATED, S>(p, item, warp, 0)} * p.steps;
-  return {p.codes + tile * kTileCodes + 16 * lane, p.scales + tile * kTileScales + 8 * (lane / 4)};
-}
-
-// The next step's weights; the other strip is `apart` tiles further.
-__device__ __forceinline__ void load(Weights& w, Source& source, int apart) {
-  w.codes[0] = load_16(source.codes);
-  w.codes[1] = load_16(source.codes + apart * kTileCodes);
-  w.scales[0] = load_8(source.scales);
-  w.scales[1] = load_8(source.scales + apart * kTileScales);
-  source.codes += kTileCodes;
-  source.scales += kTileScales;
+// A lane's weights of one of two steps, from where its parts of them begin.
+__device__ __forceinline__ void load(Weights& w, uint32_t codes, uint32_t scales, int half) {
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    w.codes[which] = shared_16(codes + (2 * which + half) * kTileCodes);
+    w.scales[which] = shared_8(scales + (2 * which + half) * kTileScales);
+  }
 }
 
 // What a warp that multiplies carries from item to item.
 struct Walk {
-  Weights weights[2];             // of the next two steps
-  Source source;                  // of the step after them
-  uint32_t steps = 0, items = 0;  // so far
+  uint32_t steps = 0, items = 0;  // multiplied so far
+  int at = 0;                     // place in the ring of the pair of steps that is multiplied
+  // Of what is copied, kAhead pairs before it is multiplied: items so far, pairs that are left of
+  // the last one (-1: there was none), its kind; a lane's next 16 bytes of codes and of scales, in
+  // units of these.
+  uint32_t listed = 0;
+  int left = 0;
+  int kind, codes, scales;
 };
 
-// The slot of the walk's next item, once that is known.
+// Starts the copy of the next pair of steps into the place of the ring that the walk is at.
 template <typename S>
-__device__ __forceinline__ int next_slot(Shared<S>& shared, const Walk& walk) {
-  const int slot = walk.items % kSlots;
-  barrier_wait(&shared.known[slot], walk.items / kSlots % 2);
-  return slot;
+__device__ __forceinline__ void fetch(const Params& p, Shared<S>& shared, Walk& walk, int warp,
+                                      int lane) {
+  if (walk.left == 0) {
+    const int slot = walk.listed % kSlots;
+    barrier_wait(&shared.known[slot], walk.listed / kSlots % 2);
+    const Item& item = shared.items[slot];
+    walk.kind = item.kind;
+    const int steps = p.products[item.kind].steps;
+    walk.left = item.matrix < 0 ? -1 : steps / 2;
+    walk.codes = strip_of<S>(p, item, warp, 0) * steps * (kTileCodes / 16) + lane;
+    walk.scales = strip_of<S>(p, item, warp, lane / 8 % 2) * steps * (kTileScales / 16) + lane % 8;
+    ++walk.listed;
+  }
+  if (walk.left > 0) {
+    --walk.left;
+    const Product& product = p.products[walk.kind];
+    const uint32_t codes = shared_address(shared.codes[warp][walk.at]) + 16 * lane;
+    const int apart =
+        product.steps * (walk.kind == kGated ? product.strips : 1) * (kTileCodes / 16);
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      const uint8_t* from = product.codes + int64_t{walk.codes + which * apart} * 16;
+      copy_16(codes + 2 * which * kTileCodes, from);
+      copy_16(codes + (2 * which + 1) * kTileCodes, from + kTileCodes);
+    }
+    if (lane < 16) {
+      copy_16(shared_address(shared.scales[warp][walk.at]) + 16 * lane,
+              product.scales + int64_t{walk.scales} * 16);
+    }
+    walk.codes += 2 * kTileCodes / 16;
+    walk.scales += 2 * kTileScales / 16;
+  }
+  copies_commit();
 }
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
@@ -174,7 +128,7 @@ __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
 
 // One step of 64 columns: four products of 16 for each of two strips. `rows`: the stage's address.
 // `previous`: the barrier of the stage before, to be given back if `give`.
-template <bool GATED, int N>
+template <int N>
 __device__ __forceinline__ void multiply_step(float (&sums)[2][N / 2], const Weights& w,
                                               uint32_t rows, uint32_t previous, bool give) {
   // 16 columns are two of a descriptor's units.
@@ -198,11 +152,9 @@ __device__ __forceinline__ void multiply_step(float (&sums)[2][N / 2], const Wei
       expand(word_of(w.codes[which], i), i % 2 ? __high2half2(upper) : __low2half2(upper),
              i % 2 ? __high2half2(lower) : __low2half2(lower), a[which]);
     }
-    // Rows g of gate and up, then rows g + 8: a thread ends with both of one place.
-    const uint32_t even[4] = {a[0][0], GATED ? a[1][0] : a[0][1], a[0][2],
-                              GATED ? a[1][2] : a[0][3]};
-    const uint32_t odd[4] = {GATED ? a[0][1] : a[1][0], a[1][1], GATED ? a[0][3] : a[1][2],
-                             a[1][3]};
+    // Rows g of both strips, then rows g + 8: a thread ends with gate and up of one place.
+    const uint32_t even[4] = {a[0][0], a[1][0], a[0][2], a[1][2]};
+    const uint32_t odd[4] = {a[0][1], a[1][1], a[0][3], a[1][3]};
     wgmma_fence();
     multiply(sums[0], even, first + 2 * i);
     multiply(sums[1], odd, first + 2 * i);
@@ -242,15 +194,15 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 }
 
 // A lane's global scales by strip and row: g and g + 8.
-template <bool GATED, typename S>
+template <typename S>
 __device__ __forceinline__ void load_scales(const Params& p, const Item& item, int warp, int lane,
                                             float (&scales)[2][2]) {
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int strip = strip_of<GATED, S>(p, item, warp, which);
-      scales[which][half] = p.global_scales[16 * strip + 8 * half + lane / 4];
+      const int strip = strip_of<S>(p, item, warp, which);
+      scales[which][half] = p.products[item.kind].global_scales[16 * strip + 8 * half + lane / 4];
     }
   }
 }
@@ -262,6 +214,7 @@ __device__ __forceinline__ void store_hidden(const Params& p, const float* facto
                                              const float (&sums)[2][N / 2], uint32_t to, int warp,
                                              int lane) {
   const int t = lane % 4, i = lane % 8, matrix = lane / 8;
+  const float factor = p.products[kGated].factor;
   const int chunk = 2 * (warp % 4) + matrix % 2;
   to += (8 * (matrix / 2) + i) * kRowBytes + ((chunk ^ i) << 4);
 #pragma unroll
@@ -277,7 +230,7 @@ __device__ __forceinline__ void store_hidden(const Params& p, const float* facto
         const float gate = scales[0][half], up = scales[1][half];
         const float a = activated(s[0] * (f.x * gate), s[2] * (f.x * up), p);
         const float b = activated(s[1] * (f.y * gate), s[3] * (f.y * up), p);
-        packed[k][half] = pack_half(a * p.factor, b * p.factor);
+        packed[k][half] = pack_half(a * factor, b * factor);
       }
     }
     stmatrix_trans(to + j * 8 * kRowBytes, packed[0][0], packed[0][1], packed[1][0], packed[1][1]);
@@ -291,204 +244,144 @@ __device__ __forceinline__ void store_parts(const Params& p, int slab_bytes,
                                             const float (&sums)[2][N / 2], uint32_t to, int warp,
                                             int lane) {
   const int i = lane % 8, chunk = 4 * (warp % 2) + lane / 8;
+  const float factor = p.products[kDown].factor;
   to += warp % 4 / 2 * slab_bytes + i * kRowBytes + ((chunk ^ i) << 4);
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
     uint32_t packed[2][2];
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
-      const float* s = &sums[which][4 * j];
-      const float a = p.factor * scales[which][0], b = p.factor * scales[which][1];
-      packed[which][0] = pack_bf16(s[0] * a, s[1] * a);
-      packed[which][1] = pack_bf16(s[2] * b, s[3] * b);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* s = &sums[half][4 * j + 2 * which];
+        const float a = factor * scales[which][half];
+        packed[which][half] = pack_bf16(s[0] * a, s[1] * a);
+      }
     }
     stmatrix_trans(to + j * 8 * kRowBytes, packed[0][0], packed[0][1], packed[1][0], packed[1][1]);
   }
 }
 
-// The item in `slot`, of N rows. Says whether there is another, whose first weights are loaded.
-template <bool GATED, typename S, int N>
-__device__ __forceinline__ bool run(const Params& p, Shared<S>& shared, int slot, Walk& walk,
+// A lane's weights of a step of the pair that the walk is at.
+template <typename S>
+__device__ __forceinline__ void load(const Shared<S>& shared, const Walk& walk, Weights& w,
+                                     int half, int warp, int lane) {
+  load(w, shared_address(shared.codes[warp][walk.at]) + 16 * lane,
+       shared_address(shared.scales[warp][walk.at]) + 8 * (lane / 4), half);
+}
+
+// The item in `slot`, of N rows.
+template <typename S, int N>
+__device__ __forceinline__ void run(const Params& p, Shared<S>& shared, int slot, Walk& walk,
                                     int warp, int lane) {
   float sums[2][N / 2] = {};
-  const int apart = p.steps * (GATED ? p.strips : 1);
-  bool more = true;
-  ++walk.items;
-  for (int step = 0; step < p.steps; step += 2) {
-    if (step == p.steps - 2) {
-      // From here on weights are the next item's.
-      const Item& next = shared.items[next_slot(shared, walk)];
-      more = next.matrix >= 0;
-      if (more) walk.source = source_of<GATED, S>(p, next, warp, lane);
-    }
+  Weights weights[S::kLate ? 1 : 2];
+  if (!S::kLate) load(shared, walk, weights[0], 0, warp, lane);
+  const int steps = p.products[shared.items[slot].kind].steps;
+  for (int step = 0; step < steps; step += 2) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t stage = walk.steps % kStages;
       barrier_wait(&shared.full[stage], walk.steps / kStages % 2);
+      if (S::kLate) {
+        if (half == 0) {
+          copies_wait<kAhead - 1>();
+          __syncwarp();
+        }
+        load(shared, walk, weights[0], half, warp, lane);
+        if (half == 1) {
+          __syncwarp();
+          fetch(p, shared, walk, warp, lane);
+          walk.at = walk.at + 1 == kAhead ? 0 : walk.at + 1;
+        }
+      } else if (half == 0) {
+        load(shared, walk, weights[1], 1, warp, lane);
+      } else {
+        __syncwarp();  // all lanes have read
+        fetch(p, shared, walk, warp, lane);
+        copies_wait<kAhead - 1>();
+        __syncwarp();  // scales are copied for one another
+        walk.at = walk.at + 1 == kAhead ? 0 : walk.at + 1;
+        if (step + 2 < steps) load(shared, walk, weights[0], 0, warp, lane);
+      }
       const uint32_t previous = shared_address(&shared.empty[(walk.steps - 1) % kStages]);
-      multiply_step<GATED, N>(sums, walk.weights[half], shared_address(shared.rows[stage]),
-                              previous, lane == 0 && (half > 0 || step > 0));
-      if (more) load(walk.weights[half], walk.source, apart);
+      multiply_step<N>(sums, weights[S::kLate ? 0 : half], shared_address(shared.rows[stage]),
+                       previous, lane == 0 && (half > 0 || step > 0));
       ++walk.steps;
     }
   }
   const Item& item = shared.items[slot];
   float scales[2][2];
-  load_scales<GATED, S>(p, item, warp, lane, scales);
+  load_scales<S>(p, item, warp, lane, scales);
   wgmma_wait<0>();
   if (lane == 0) barrier_arrive(shared_address(&shared.empty[(walk.steps - 1) % kStages]));
 
   const int group = warp / 4;
-  const bool leader = threadIdx.x % 128 == 0;
+  const int row = item.row, valid = item.valid, matrix = item.matrix;
+  const bool gated = item.kind == kGated;
+  const int slabs = gated ? 1 : 2, place = (S::kGroups * item.tile + group) * slabs;
+  const Product& product = p.products[item.kind];
   const uint32_t to = shared_address(shared.out[group][0]);
-  if (leader) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
   group_sync(group);
-  if (GATED) {
+  if (gated) {
     store_hidden<N>(p, shared.factors[slot], scales, sums, to, warp, lane);
   } else {
     store_parts<N>(p, S::kStageBytes, scales, sums, to, warp, lane);
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   group_sync(group);
-  if (leader) {
-    constexpr int kSlabs = GATED ? 1 : 2;
-    const int first = (S::kGroups * item.tile + group) * kSlabs;
-    // In slabs, of which 4 strips are one.
-    if (first < p.strips / 4) {
+  const int thread = threadIdx.x % 128;
+  if (thread == 0) barrier_arrive(shared_address(&shared.taken[slot]));
+  // Ordinary stores: to wait for a bulk store would be to wait for the copies ahead, too.
+  if (place < product.strips / 4) {
+    for (int slab = 0; slab < slabs; ++slab) {
+      uint8_t* out = product.out + (int64_t{place + slab} * p.capacity + row) * kRowBytes;
 #pragma unroll
-      for (int slab = 0; slab < kSlabs; ++slab) {
-        const int64_t place = first + slab;
-        bulk_store(p.out + (place * p.capacity + item.row) * kRowBytes, shared.out[group][slab],
-                   item.valid * kRowBytes);
+      for (int i = 0; i < (N + 15) / 16; ++i) {
+        const int chunk = thread + 128 * i;
+        if (chunk < 8 * valid) {
+          const uint4 v = shared_16(to + slab * S::kStageBytes + 16 * chunk);
+          *reinterpret_cast<uint4*>(out + 16 * chunk) = v;
+        }
       }
     }
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    barrier_arrive(shared_address(&shared.taken[slot]));
   }
-  return more;
+  if (gated) {
+    // Bulk copies of other CTAs read these hidden values.
+    __threadfence();
+    asm volatile("fence.proxy.async;" ::: "memory");
+    group_sync(group);
+    if (thread == 0) add_release(p.done + matrix);
+  }
 }
 
 // The loop for the item's number of rows.
-template <bool GATED, typename S, int N, int... MORE>
-__device__ __forceinline__ bool run_padded(int n, const Params& p, Shared<S>& shared, int slot,
-                                           Walk& walk, int warp, int lane) {
-  if constexpr (sizeof...(MORE) > 0) {
-    if (n != N) return run_padded<GATED, S, MORE...>(n, p, shared, slot, walk, warp, lane);
-  }
-  return run<GATED, S, N>(p, shared, slot, walk, warp, lane);
-}
-
-template <bool GATED, typename S>
-__device__ __forceinline__ void consume(const Params& p, Shared<S>& shared, int warp, int lane) {
+template <int GROUPS, int... LOOPS>
+__device__ __forceinline__ void consume(const Params& p, Shared<Shape<GROUPS, LOOPS...>>& shared,
+                                        int warp, int lane) {
+  using S = Shape<GROUPS, LOOPS...>;
   Walk walk;
-  bool more = shared.items[next_slot(shared, walk)].matrix >= 0;
-  if (more) {
-    walk.source = source_of<GATED, S>(p, shared.items[0], warp, lane);
-    const int apart = p.steps * (GATED ? p.strips : 1);
-    load(walk.weights[0], walk.source, apart);
-    load(walk.weights[1], walk.source, apart);
+  for (int i = 0; i < kAhead; ++i) {
+    walk.at = i;
+    fetch(p, shared, walk, warp, lane);
   }
-  while (more) {
-    const int slot = walk.items % kSlots, n = shared.items[slot].n;
-    if constexpr (S::kGroups == 2) {
-      more = run_padded<GATED, S, 128, 120, 112, 104, 96, 88, 80, 64>(n, p, shared, slot, walk,
-                                                                      warp, lane);
-    } else if constexpr (S::kGroups == 3) {
-      more = run_padded<GATED, S, 32, 48, 64>(n, p, shared, slot, walk, warp, lane);
-    } else {
-      more = run_padded<GATED, S, 16, 32, 40>(n, p, shared, slot, walk, warp, lane);
-    }
-  }
-  if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
-// Ranks the experts by their rows, and numbers their items, `tiles` for each part of their rows.
-template <typename S>
-__device__ __forceinline__ void list_items(const Params& p, Shared<S>& shared, int tiles) {
-  for (int e = threadIdx.x; e < p.experts; e += S::kThreads) {
-    const int own = p.counts[e];
-    int rank = 0, before = 0, all = 0;
-    for (int other = 0; other < p.experts; ++other) {
-      const int count = p.counts[other], items = (count + S::kRows - 1) / S::kRows * tiles;
-      const bool ahead = count > own || (count == own && other < e);
-      rank += ahead;
-      before += ahead ? items : 0;
-      all += items;
-    }
-    shared.first[rank] = before;
-    shared.expert[rank] = e;
-    shared.total = all;
-  }
-}
-
-template <typename S>
-__device__ __forceinline__ Item find_item(const Params& p, const Shared<S>& shared, int tiles,
-                                          int number) {
-  if (number >= shared.total) return {-1, 0, 0, 0, 0, 0};
-  // The last whose first item is not after `number`; experts without rows come after all items.
-  int low = 0, high = p.experts;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (shared.first[middle] <= number ? low : high) = middle;
-  }
-  const int expert = shared.expert[low], count = p.counts[expert];
-  const int parts = (count + S::kRows - 1) / S::kRows, within = number - shared.first[low];
-  const int size = ((count + parts - 1) / parts + 7) / 8 * 8, part = within % parts;
-  const int valid = min(size, count - part * size);
-  const int row = p.starts[expert] + part * size;
-  return {expert, within / parts, row, valid, S::padded(size), part};
-}
-
-template <bool GATED, typename S>
-__device__ __forceinline__ void feed(const Params& p, Shared<S>& shared, int tiles, int lane) {
-  int stage = 0, parity = 1, slot = 0, slot_parity = 1;
-  int number = lane == 0 ? atomicAdd(p.next, 1) : 0;
+  copies_wait<kAhead - 1>();
+  __syncwarp();
+  walk.at = 0;
   while (true) {
-    number = __shfl_sync(0xFFFFFFFFu, number, 0);
-    const Item item = find_item(p, shared, tiles, number);
-    if (lane == 0) {
-      barrier_wait(&shared.taken[slot], slot_parity);
-      shared.items[slot] = item;
-      if (GATED && item.matrix >= 0) {
-        barrier_expect(&shared.known[slot], item.n * 4);
-        bulk_load(shared.factors[slot], p.factors + item.row, item.n * 4, &shared.known[slot]);
-      } else {
-        barrier_arrive(shared_address(&shared.known[slot]));
-      }
-      number = atomicAdd(p.next, 1);
-    }
-    __syncwarp();
-    if (++slot == kSlots) slot = 0, slot_parity ^= 1;
-    if (item.matrix < 0) break;
-    // Lane i asks for strip i's weights some steps before they are loaded, for all of their parts.
-    const int strip = strip_of<GATED, S>(p, item, lane / 2, lane % 2);
-    const int64_t first = int64_t{strip} * p.steps;
-    const uint8_t* from = p.rows + int64_t{item.row} * kRowBytes;
-    for (int step = 0; step < p.steps; ++step) {
-      if (kAhead > 0 && step % kAhead == 0 && lane < 2 * S::kWarps && item.part == 0) {
-        const int steps = min(kAhead, p.steps - step);
-        bulk_prefetch(p.codes + (first + step) * kTileCodes, steps * kTileCodes);
-        bulk_prefetch(p.scales + (first + step) * kTileScales, steps * kTileScales);
-      }
-      if (lane == 0) {
-        barrier_wait(&shared.empty[stage], parity);
-        barrier_expect(&shared.full[stage], item.n * kRowBytes);
-        bulk_load(shared.rows[stage], from, item.n * kRowBytes, &shared.full[stage]);
-      }
-      __syncwarp();
-      from += int64_t{p.capacity} * kRowBytes;
-      if (++stage == kStages) stage = 0, parity ^= 1;
-    }
+    const int slot = walk.items % kSlots;
+    barrier_wait(&shared.known[slot], walk.items / kSlots % 2);
+    if (shared.items[slot].matrix < 0) break;
+    const int n = shared.items[slot].n;
+    ++walk.items;
+    (void)((n == LOOPS && (run<S, LOOPS>(p, shared, slot, walk, warp, lane), true)) || ...);
   }
 }
 
-template <bool GATED, typename S>
+template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1) experts(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int kStrips = GATED ? S::kWarps : 2 * S::kWarps;
-  const int tiles = (p.strips + kStrips - 1) / kStrips;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&shared.full[i], 1);
@@ -496,26 +389,27 @@ __global__ void __launch_bounds__(S::kThreads, 1) experts(const __grid_constant_
     }
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(&shared.known[i], 1);
-      barrier_init(&shared.taken[i], S::kGroups);
+      barrier_init(&shared.taken[i], S::kGroups + 1);
+      barrier_init(&shared.late[i], 1);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  list_items(p, shared, tiles);
+  list_parts(p, shared);
   __syncthreads();
   if (warp >= S::kWarps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (warp == S::kWarps) feed<GATED>(p, shared, tiles, lane);
+    if (warp == S::kWarps && lane == 0) list(p, shared);
+    if (warp == S::kWarps + 1 && lane == 0) feed(p, shared);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
-    consume<GATED>(p, shared, warp, lane);
+    consume(p, shared, warp, lane);
   }
 }
 
-template <bool GATED, int GROUPS>
+template <typename S>
 cudaError_t launch(const Params& p, int multiprocessors, cudaStream_t stream) {
-  using S = Shape<GROUPS>;
   constexpr int kBytes = sizeof(Shared<S>);
-  auto* kernel = experts<GATED, S>;
+  auto* kernel = experts<S>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
@@ -523,31 +417,42 @@ cudaError_t launch(const Params& p, int multiprocessors, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+using Fewest = Shape<4, 8, 40>;
+using Few = Shape<4, 16, 40>;
+using Some = Shape<3, 24, 32, 40, 48, 64>;
+using Many = Shape<2, 64, 80, 88, 96, 104, 112, 120, 128>;
+
 }  // namespace
 
-// One grouped product on `stream`; returns a cudaError_t. `gated`: gate and up with the activation
-// (two matrices an expert, strips % 4 == 0), else down (one, strips % 8 == 0). `groups`: 2, 3 or 4
-// warpgroups, for more than about 64 rows an expert, up to 64 and up to 40. `steps` even. `next`:
-// an int that is 0. `factors` may be null where not gated.
-extern "C" int winnow_moe_prefill(const uint8_t* codes, const uint8_t* scales,
-                                  const float* global_scales, const uint8_t* rows, uint8_t* out,
+// Both products of all experts on `stream`; returns a cudaError_t. `gate_up`: two matrices an
+// expert, of `width` outputs each; `down`: one of `hidden` outputs. `rows` [hidden / 64, capacity,
+// 128], `inner` [width / 64, capacity, 128], `out` like `rows`, which it may be. `next`: 1 +
+// experts ints that are 0. `shape`: 0 to 3, for more and more rows an expert, about 4, 16, 44 and
+// beyond; it changes no result.
+extern "C" int winnow_moe_prefill(const uint8_t* gate_up_codes, const uint8_t* gate_up_scales,
+                                  const float* gate_up_globals, const uint8_t* down_codes,
+                                  const uint8_t* down_scales, const float* down_globals,
+                                  const uint8_t* rows, uint8_t* inner, uint8_t* out,
                                   const int* starts, const int* counts, const float* factors,
-                                  int* next, int gated, int groups, int experts, int strips,
-                                  int steps, int capacity, float alpha, float limit, float beta,
-                                  float factor, int multiprocessors, cudaStream_t stream) {
-  if (experts > kMaxExperts || steps % 2 || strips % (gated ? 4 : 8)) return cudaErrorInvalidValue;
-  const Params p = {codes,   scales, global_scales, rows,     out,   starts, counts, factors, next,
-                    experts, strips, steps,         capacity, alpha, limit,  beta,   factor};
-  switch (groups) {
+                                  int* next, int shape, int experts, int hidden, int width,
+                                  int capacity, float alpha, float limit, float beta,
+                                  float inner_factor, float out_factor, int multiprocessors,
+                                  cudaStream_t stream) {
+  if (experts > kMaxExperts || hidden % 128 || width % 128) return cudaErrorInvalidValue;
+  const Params p = {
+      {{gate_up_codes, gate_up_scales, gate_up_globals, rows, inner, width / 16, hidden / 64,
+        inner_factor},
+       {down_codes, down_scales, down_globals, inner, out, hidden / 16, width / 64, out_factor}},
+      starts, counts, factors, next, next + 1, experts, capacity, alpha, limit, beta};
+  switch (shape) {
+    case 0:
+      return launch<Fewest>(p, multiprocessors, stream);
+    case 1:
+      return launch<Few>(p, multiprocessors, stream);
     case 2:
-      return gated ? launch<true, 2>(p, multiprocessors, stream)
-                   : launch<false, 2>(p, multiprocessors, stream);
+      return launch<Some>(p, multiprocessors, stream);
     case 3:
-      return gated ? launch<true, 3>(p, multiprocessors, stream)
-                   : launch<false, 3>(p, multiprocessors, stream);
-    case 4:
-      return gated ? launch<true, 4>(p, multiprocessors, stream)
-                   : launch<false, 4>(p, multiprocessors, stream);
+      return launch<Many>(p, multiprocessors, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -92,14 +92,15 @@ __global__ void __launch_bounds__(32 * kChooseWarps)
   }
 }
 
-// A block an expert: where its places begin, how many it has, and each of its pairs' place. The
-// first block also sets the counters of work to 0.
+// A block an expert: where its places begin, how many it has, and each of its pairs' place. Sets
+// the counters of work to 0, one of all and one of each expert.
 __global__ void __launch_bounds__(kOrderThreads)
     order(const int* __restrict__ chosen, int pairs, int* __restrict__ starts,
           int* __restrict__ counts, int* __restrict__ places, int* __restrict__ next) {
   __shared__ int smaller[kOrderWarps], equal[kOrderWarps];
   const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (expert == 0 && threadIdx.x < 2) next[threadIdx.x] = 0;
+  if (threadIdx.x == 0) next[1 + expert] = 0;
+  if (threadIdx.x == 0 && expert == 0) next[0] = 0;
   const int share = (pairs + kOrderThreads - 1) / kOrderThreads * 32;  // of a warp
   const int first = warp * share, end = min(first + share, pairs);
   int before = 0, own = 0;

@@ -44,14 +44,18 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes,
       : "memory");
 }
 
-__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(shared_address(from)), "r"(bytes)
-               : "memory");
+// 16 bytes, past L1.
+__device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ void copies_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int LEFT>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
 // Among the 128 threads of a warpgroup.
@@ -72,19 +76,29 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-__device__ __forceinline__ uint4 load_16(const uint8_t* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
+// For what other multiprocessors write and read within one launch.
+__device__ __forceinline__ void add_release(int* to) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(to) : "memory");
+}
+
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
 
-__device__ __forceinline__ uint2 load_8(const uint8_t* from) {
+__device__ __forceinline__ uint4 shared_16(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 shared_8(uint32_t from) {
   uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-               : "=r"(v.x), "=r"(v.y)
-               : "l"(from));
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
   return v;
 }
 
@@ -104,6 +118,7 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 #define WINNOW_SUMS_8(d, i)                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WINNOW_SUMS_12(d, i) WINNOW_SUMS_8(d, i), WINNOW_SUMS_4(d, i + 8)
 #define WINNOW_SUMS_16(d, i) WINNOW_SUMS_8(d, i), WINNOW_SUMS_8(d, i + 8)
 #define WINNOW_SUMS_20(d, i) WINNOW_SUMS_16(d, i), WINNOW_SUMS_4(d, i + 16)
 #define WINNOW_SUMS_24(d, i) WINNOW_SUMS_16(d, i), WINNOW_SUMS_8(d, i + 16)
@@ -128,9 +143,15 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));                     \
   }
 
+#define WINNOW_LIST_4 "%0, %1, %2, %3"
+WINNOW_PRODUCT(8, 4, WINNOW_LIST_4, 4, 5, 6, 7, 8)
 #define WINNOW_LIST_8 \
   "%0, %1, %2, %3, %4, %5, %6, %7"
 WINNOW_PRODUCT(16, 8, WINNOW_LIST_8, 8, 9, 10, 11, 12)
+#define WINNOW_LIST_12 \
+  WINNOW_LIST_8 ", " \
+  "%8, %9, %10, %11"
+WINNOW_PRODUCT(24, 12, WINNOW_LIST_12, 12, 13, 14, 15, 16)
 #define WINNOW_LIST_16 \
   WINNOW_LIST_8 ", " \
   "%8, %9, %10, %11, %12, %13, %14, %15"

@@ -50,11 +50,17 @@ __device__ float reduce(float (&sums)[N]) {
   return sums[0];
 }
 
+// What comes before may still write the rows, and read what is set to zeros here.
+__device__ __forceinline__ void wait_for_launch_ahead() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Eight rows times EXPERTS of the router's.
 template <int EXPERTS>
 __device__ void score_rows(const Rows& x, const float* router, int experts, float* logits) {
   constexpr int kSums = EXPERTS * kRows;
-  constexpr int kAhead = EXPERTS == 1 ? 6 : 2;  // loads of a thread, of each row, at a time
+  constexpr int kAhead = EXPERTS == 1 ? 6 : 2;     // loads of a thread, of each row, at a time
+  constexpr int kTogether = EXPERTS == 1 ? 4 : 1;  // rows
   __shared__ float totals[kThreads / 32][kSums];
   const int first_row = blockIdx.y * kRows, first_expert = (blockIdx.x - kRows) * EXPERTS;
   float sums[kSums] = {};
@@ -71,25 +77,36 @@ __device__ void score_rows(const Rows& x, const float* router, int experts, floa
           w[step][e] = *reinterpret_cast<const float4*>(router + int64_t(expert) * x.hidden + k);
       }
     }
+    wait_for_launch_ahead();
+    // Rows in groups: what all of one need is on its way before the first is used.
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (first_row + r >= x.count) continue;
-      const uint16_t* row = x.data + (first_row + r) * x.stride;
-      uint2 raw[kAhead];
+    for (int group = 0; group < kRows && first_row + group < x.count; group += kTogether) {
+      uint2 raw[kTogether][kAhead];
 #pragma unroll
-      for (int step = 0; step < kAhead; ++step) {
-        const int k = start + 4 * kThreads * step;
-        raw[step] = k < x.hidden ? *reinterpret_cast<const uint2*>(row + k) : make_uint2(0, 0);
+      for (int i = 0; i < kTogether; ++i) {
+        const uint16_t* row = x.data + (first_row + group + i) * x.stride;
+#pragma unroll
+        for (int step = 0; step < kAhead; ++step) {
+          const int k = start + 4 * kThreads * step;
+          raw[i][step] = make_uint2(0, 0);
+          if (first_row + group + i < x.count && k < x.hidden)
+            raw[i][step] = *reinterpret_cast<const uint2*>(row + k);
+        }
       }
 #pragma unroll
-      for (int step = 0; step < kAhead; ++step) {
+      for (int r = 0; r < kRows; ++r) {
+        const int i = r % kTogether;
+        if (r / kTogether * kTogether != group || first_row + r >= x.count) continue;
 #pragma unroll
-        for (int e = 0; e < EXPERTS; ++e) {
-          float& sum = sums[EXPERTS * r + e];
-          sum += widen(raw[step].x) * w[step][e].x;
-          sum += widen(raw[step].x >> 16) * w[step][e].y;
-          sum += widen(raw[step].y) * w[step][e].z;
-          sum += widen(raw[step].y >> 16) * w[step][e].w;
+        for (int step = 0; step < kAhead; ++step) {
+#pragma unroll
+          for (int e = 0; e < EXPERTS; ++e) {
+            float& sum = sums[EXPERTS * r + e];
+            sum += widen(raw[i][step].x) * w[step][e].x;
+            sum += widen(raw[i][step].x >> 16) * w[step][e].y;
+            sum += widen(raw[i][step].y) * w[step][e].z;
+            sum += widen(raw[i][step].y >> 16) * w[step][e].w;
+          }
         }
       }
     }
@@ -150,33 +167,39 @@ __device__ void convert_row(const Rows& x, int row, const Converted& out) {
 }
 
 template <int EXPERTS>
-__global__ void __launch_bounds__(kThreads)
-    score(Rows x, const float* router, int experts, float* logits, Converted converted) {
+__global__ void __launch_bounds__(kThreads, EXPERTS == 1 ? 2 : 3)
+    score(Rows x, const float* router, int experts, float* logits, Converted converted,
+          int* zeros, int num_zeros) {
   // The experts' kernel may take its place on the machine: it waits for this one by itself.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   // Those that convert come first: they take longer.
   if (static_cast<int>(blockIdx.x) < kRows) {
+    wait_for_launch_ahead();
     const int row = blockIdx.y * kRows + blockIdx.x;
     if (row < x.count) convert_row(x, row, converted);
   } else {
     score_rows<EXPERTS>(x, router, experts, logits);
+  }
+  if (blockIdx.x == 0 && blockIdx.y == 0) {
+    for (int i = threadIdx.x; i < num_zeros; i += kThreads) zeros[i] = 0;
   }
 }
 
 }  // namespace
 
 // x: bf16 [rows, hidden], 16-byte aligned rows `stride` elements apart; router: fp32 [experts,
-// hidden]; hidden a multiple of 64. logits: fp32 [rows, experts]. Returns a cudaError_t.
+// hidden]; hidden a multiple of 64. logits: fp32 [rows, experts]. Sets `zeros`. Returns a
+// cudaError_t.
 extern "C" int winnow_moe_score(const void* x, int64_t stride, const float* router, int rows,
                                 int hidden, int experts, float* logits, void* converted,
-                                float* unscale, cudaStream_t stream) {
+                                float* unscale, int* zeros, int num_zeros,
+                                cudaStream_t stream) {
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   // Few rows: short loads on many multiprocessors. More: rows read less often.
-  const int each = rows <= kRows ? 1 : 4;
+  const int each = rows <= 2 * kRows ? 1 : 4;
   config.gridDim = dim3((experts + each - 1) / each + kRows, (rows + kRows - 1) / kRows);
   config.blockDim = kThreads;
   config.stream = stream;
@@ -185,5 +208,5 @@ extern "C" int winnow_moe_score(const void* x, int64_t stride, const float* rout
   return cudaLaunchKernelEx(
       &config, each == 1 ? score<1> : score<4>,
       Rows{static_cast<const uint16_t*>(x), stride, rows, hidden}, router, experts, logits,
-      Converted{static_cast<__half*>(converted), unscale});
+      Converted{static_cast<__half*>(converted), unscale}, zeros, num_zeros);
 }

@@ -11,14 +11,11 @@ constexpr int kStages = 3;  // slots of a warp's ring
 constexpr int kRingBytes = kStages * kSlotBytes;
 constexpr int kRooms = 2;
 
-// The sums of all warps, two strips times a chunk's tokens: a room. Rooms are taken in turn.
-__host__ __device__ __forceinline__ int inbox_bytes(const Shape& s) {
-  return kWarps * 128 * max(s.chunk, s.shared_chunk);
-}
+constexpr int kSplitTokens = 8;  // of a unit at most
 
-__host__ __device__ __forceinline__ int split_bytes(const Shape& s) {
-  return kWarps * kRingBytes + kRooms * (inbox_bytes(s) + 16);
-}
+// The sums of all warps, two strips times a unit's tokens: a room. Rooms are taken in turn.
+constexpr int kRoomBytes = kWarps * 128 * kSplitTokens;
+constexpr int kSplitBytes = kWarps * kRingBytes + kRooms * (kRoomBytes + 16);
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -42,21 +39,20 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 // Where the warps leave a unit's sums for the one that adds them up, so that none waits for the
 // slowest: unit n's room is n % kRooms, its reader warp n % kWarps.
 struct Inbox {
+  static constexpr int kSize = kRoomBytes / 16;  // of a room, in float4s
   float4* rooms;
   uint32_t barriers;  // of each room: full, then read
-  int size;           // of a room, in float4s
 
-  __device__ __forceinline__ Inbox(const Params& p, uint8_t* shared) {
+  __device__ __forceinline__ explicit Inbox(uint8_t* shared) {
     rooms = reinterpret_cast<float4*>(shared);
-    size = inbox_bytes(p.shape) / 16;
-    barriers = shared_address(rooms + kRooms * size);
+    barriers = shared_address(rooms + kRooms * kSize);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kRooms; ++i)
-        barrier_init(barriers + 16 * i, kWarps), barrier_init(barriers + 16 * i + 8, 1);
+        barrier_init(barriers + 16 * i, kThreads), barrier_init(barriers + 16 * i + 8, 32);
     }
   }
 
-  __device__ __forceinline__ float4* room(int unit) const { return rooms + unit % kRooms * size; }
+  __device__ __forceinline__ float4* room(int unit) const { return rooms + unit % kRooms * kSize; }
 
   __device__ __forceinline__ uint32_t full(int unit) const { return barriers + unit % kRooms * 16; }
 
@@ -69,16 +65,54 @@ struct Inbox {
     barrier_wait(full(unit), unit / kRooms & 1);
   }
 
+  // Every lane arrives for itself: racecheck does not see what one does for all.
   __device__ __forceinline__ void written(int unit) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(full(unit));
+    barrier_arrive(full(unit));
   }
 
   __device__ __forceinline__ void read(int unit) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(full(unit) + 8);
+    barrier_arrive(full(unit) + 8);
   }
 };
+
+// A CTA's units: its share of the shared expert's, then of the routed.
+struct Range {
+  int first_shared, num_shared;
+  int first_routed, num_routed;
+};
+
+__device__ __forceinline__ Range cut(const Params& p, int chunks) {
+  const int cta = blockIdx.x, ctas = gridDim.x;
+  const int shared_units = shared_chunks(p.shape) * p.shared.units;
+  const int routed_units = chunks * p.routed.units;
+  Range r;
+  r.first_shared = static_cast<int64_t>(shared_units) * cta / ctas;
+  r.num_shared = static_cast<int64_t>(shared_units) * (cta + 1) / ctas - r.first_shared;
+  // Counted from the other end: who has one more of the one has one less of the other.
+  const int other = ctas - 1 - cta;
+  r.first_routed = static_cast<int64_t>(routed_units) * other / ctas;
+  r.num_routed = static_cast<int64_t>(routed_units) * (other + 1) / ctas - r.first_routed;
+  return r;
+}
+
+__device__ __forceinline__ Unit unit_of(const Params& p, const Range& r, const int4* chunks,
+                                        int number) {
+  Unit unit;
+  unit.is_shared = number < r.num_shared;
+  const int units = (unit.is_shared ? p.shared : p.routed).units;
+  const int at = unit.is_shared ? r.first_shared + number : r.first_routed + number - r.num_shared;
+  const int chunk = at / units;
+  unit.index = at - chunk * units;
+  if (unit.is_shared) {
+    unit.matrix = 0;
+    unit.first = chunk * p.shape.chunk;
+    unit.tokens = min(p.shape.chunk, p.shape.rows - unit.first);
+  } else {
+    const int4 c = chunks[chunk];
+    unit.matrix = c.x, unit.first = c.y, unit.tokens = c.z;
+  }
+  return unit;
+}
 
 // A warp's blocks of 128 columns of a unit.
 __device__ __forceinline__ int first_block(const Stack& stack, int warp) {
@@ -128,7 +162,7 @@ struct Stream {
           codes += 8 * int64_t(ahead) - 1024 * blocks, scales += ahead - 128 * blocks;
         }
       } else {
-        const Unit unit = unit_of<kWarps>(p, r, chunks, number);
+        const Unit unit = unit_of(p, r, chunks, number);
         const int warp = threadIdx.x / 32, first = first_block(stack, warp);
         index = unit.index;
         blocks = first_block(stack, warp + 1) - first;
@@ -168,22 +202,20 @@ struct Ring {
 };
 
 // The sums of a warp's part of a unit, and its ring filled again behind it.
-template <bool DOWN, int NT, bool MX>
-__device__ __forceinline__ void accumulate(Sums<NT>& sums, const Rows<NT>& rows, int blocks,
+template <bool DOWN, bool MX>
+__device__ __forceinline__ void accumulate(Sums<1>& sums, const Row& row, int blocks,
                                            Stream<DOWN>& stream, Ring& ring, const Params& p,
                                            const Range& r, const int4* chunks, int end) {
   const int lane = threadIdx.x % 32;
-  // With many tokens there are no registers for it.
-  constexpr bool kAhead = NT <= 2;
-  Tokens<NT> even[kAhead ? 2 : 1], odd[kAhead ? 2 : 1];
-  const auto read = [](Tokens<NT>(&x)[kAhead ? 2 : 1], const Rows<NT>& from, int tile) {
-    if constexpr (kAhead) from.load(x[0], tile), from.load(x[1], tile + 1);
+  Tokens<1> even[2], odd[2];
+  const auto read = [](Tokens<1>(&x)[2], const Row& from, int tile) {
+    from.load(x[0], tile), from.load(x[1], tile + 1);
   };
-  Rows<NT> here = rows;
+  Row here = row;
   if (blocks > 0) read(even, here, 0);
 #pragma unroll
   for (int strip = 0; strip < (MX ? 2 : 1); ++strip) {
-    here.base = rows.base;
+    here.base = row.base;
     for (int left = blocks; left > 0; --left) {
       const uint32_t codes = ring.at + 16 * lane;
       const uint32_t scales = ring.at + kSlotCodes + lane / 4 * 8;
@@ -191,19 +223,18 @@ __device__ __forceinline__ void accumulate(Sums<NT>& sums, const Rows<NT>& rows,
       wait_all_but<kStages - 1>();
       __syncwarp();
       if constexpr (MX) {
-        multiply_mx<NT, kAhead>(sums[strip], codes, scales, 0, even, here);
+        multiply_mx<1, true>(sums[strip], codes, scales, 0, even, here);
       } else {
-        multiply<NT, kAhead>(sums, codes, scales, 0, even, here);
+        multiply<1, true>(sums, codes, scales, 0, even, here);
       }
       // Past the last block: what the other strip begins with.
-      const uint4* then = left > 1 ? here.base + 16 : rows.base;
-      if (kAhead) here.base = then, read(even, here, 0);
+      const uint4* then = left > 1 ? here.base + 16 : row.base;
+      here.base = then, read(even, here, 0);
       if constexpr (MX) {
-        multiply_mx<NT, kAhead>(sums[strip], codes, scales, 1, odd, here);
+        multiply_mx<1, true>(sums[strip], codes, scales, 1, odd, here);
       } else {
-        multiply<NT, kAhead>(sums, codes, scales, 1, odd, here);
+        multiply<1, true>(sums, codes, scales, 1, odd, here);
       }
-      here.base = then;
       __syncwarp();
       ring.next();
       stream.fill(p, r, chunks, end, ring.base);
@@ -213,7 +244,7 @@ __device__ __forceinline__ void accumulate(Sums<NT>& sums, const Rows<NT>& rows,
 }
 
 // The units from `number` on that are of one chunk of one matrix; `number` moves past them.
-template <bool DOWN, int NT>
+template <bool DOWN>
 __device__ __forceinline__ void serve(const Params& p, const Range& r, const int4* chunks,
                                       const int* order, const Unit& unit, int& number, int end,
                                       Stream<DOWN>& stream, Ring& ring, const Inbox& inbox) {
@@ -222,21 +253,16 @@ __device__ __forceinline__ void serve(const Params& p, const Range& r, const int
   const int first = first_block(stack, warp);
   const int blocks = first_block(stack, warp + 1) - first;
   const __half* x = !DOWN ? p.up.x : unit.is_shared ? p.down.shared_hidden : p.down.hidden;
-  Rows<NT> rows;
-#pragma unroll
-  for (int i = 0; i < NT; ++i) {
-    const int place = unit.first + min(8 * i + g, unit.tokens - 1);
-    const int row = DOWN || unit.is_shared ? place : order[place] / p.shape.taken;
-    if (i == 0) rows.base = reinterpret_cast<const uint4*>(x) + row * (stack.columns / 8);
-    rows.apart[i] = i == 0 ? row : (row - rows.apart[0]) * (stack.columns / 8);
-  }
-  rows.base += first * (kBlock / 8) + t;
+  // A token beyond the chunk is another one's copy: what is computed of it is not used.
+  const int place = unit.first + min(g, unit.tokens - 1);
+  const int token_row = DOWN || unit.is_shared ? place : order[place] / p.shape.taken;
+  const Row row = {reinterpret_cast<const uint4*>(x) + token_row * (stack.columns / 8) +
+                   first * (kBlock / 8) + t};
   const float* globals = stack.globals;
   if (globals != nullptr) globals += int64_t(unit.matrix) * 32 * stack.units;
-  Target<DOWN> targets[2 * NT];
+  Target<DOWN> targets[2];
 #pragma unroll
-  for (int i = 0; i < 2 * NT; ++i)
-    targets[i].set(p, order, unit, 8 * (i / 2) + 2 * t + i % 2);
+  for (int i = 0; i < 2; ++i) targets[i].set(p, order, unit, 2 * t + i);
   const int limit = unit.is_shared ? r.num_shared : end;
   for (int index = unit.index; index < stack.units && number < limit; ++index, ++number) {
     const bool reader = number % kWarps == warp;
@@ -245,41 +271,35 @@ __device__ __forceinline__ void serve(const Params& p, const Range& r, const int
       own[0] = globals_of<DOWN>(globals, stack.units, index, g);
       own[1] = globals_of<DOWN>(globals, stack.units, index, g + 8);
     }
-    Sums<NT> sums = {};
+    Sums<1> sums = {};
     if (stack.globals == nullptr) {
-      accumulate<DOWN, NT, true>(sums, rows, blocks, stream, ring, p, r, chunks, end);
+      accumulate<DOWN, true>(sums, row, blocks, stream, ring, p, r, chunks, end);
     } else {
-      accumulate<DOWN, NT, false>(sums, rows, blocks, stream, ring, p, r, chunks, end);
+      accumulate<DOWN, false>(sums, row, blocks, stream, ring, p, r, chunks, end);
     }
     float4* room = inbox.room(number) + lane;
     inbox.wait_to_write(number);
 #pragma unroll
-    for (int strip = 0; strip < 2; ++strip) {
-#pragma unroll
-      for (int i = 0; i < NT; ++i)
-        room[((warp * 2 + strip) * NT + i) * 32] = make_float4(
-            sums[strip][i][0], sums[strip][i][1], sums[strip][i][2], sums[strip][i][3]);
-    }
+    for (int strip = 0; strip < 2; ++strip)
+      room[(warp * 2 + strip) * 32] = make_float4(sums[strip][0][0], sums[strip][0][1],
+                                                  sums[strip][0][2], sums[strip][0][3]);
     inbox.written(number);
     if (!reader) continue;
     inbox.wait_to_read(number);
+    float4 total[2] = {};
 #pragma unroll
-    for (int i = 0; i < NT; ++i) {
-      float4 total[2] = {};
+    for (int w = 0; w < kWarps; ++w) {
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-#pragma unroll
-        for (int strip = 0; strip < 2; ++strip) {
-          const float4 part = room[((w * 2 + strip) * NT + i) * 32];
-          total[strip].x += part.x, total[strip].y += part.y;
-          total[strip].z += part.z, total[strip].w += part.w;
-        }
+      for (int strip = 0; strip < 2; ++strip) {
+        const float4 part = room[(w * 2 + strip) * 32];
+        total[strip].x += part.x, total[strip].y += part.y;
+        total[strip].z += part.z, total[strip].w += part.w;
       }
-      targets[2 * i].put(p, index, g, own[0], total[0].x, total[1].x);
-      targets[2 * i + 1].put(p, index, g, own[0], total[0].y, total[1].y);
-      targets[2 * i].put(p, index, g + 8, own[1], total[0].z, total[1].z);
-      targets[2 * i + 1].put(p, index, g + 8, own[1], total[0].w, total[1].w);
     }
+    targets[0].put(p, index, g, own[0], total[0].x, total[1].x);
+    targets[1].put(p, index, g, own[0], total[0].y, total[1].y);
+    targets[0].put(p, index, g + 8, own[1], total[0].z, total[1].z);
+    targets[1].put(p, index, g + 8, own[1], total[0].w, total[1].w);
     inbox.read(number);
   }
 }

@@ -54,6 +54,50 @@ __device__ __forceinline__ void copy_slot(uint32_t slot, const uint8_t*& codes,
   }
 }
 
+// Where a lane's part of slot after slot comes from, by copies without branches: the machine wants
+// three instructions before each copy that does not follow another.
+struct SlotSource {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t second;                // from its first codes to those of the other strip, or tile
+  int codes_step, scales_step;   // to the next slot
+  bool scaled;                   // whether this lane copies scales
+
+  // From block `block` of the strip that lies `at` rows times columns behind the first.
+  __device__ __forceinline__ void set(const uint8_t* all_codes, const uint8_t* all_scales, bool mx,
+                                      int64_t at, int block, int gap) {
+    const int lane = threadIdx.x % 32;
+    codes_step = mx ? 2048 : 1024, scales_step = mx ? 64 : 128;
+    scaled = lane < (mx ? 4 : 16);
+    second = mx ? 1024 : 8 * int64_t(gap);
+    codes = all_codes + at * (mx ? 16 : 8) + block * codes_step + 16 * lane;
+    scales = all_scales + block * scales_step +
+             (mx ? at / 2 + 16 * lane : at + 16 * (lane % 8) + (lane < 8 ? 0 : gap));
+  }
+
+  // `slot` is the warp's; moves to the next. If `more`, 16 bytes besides.
+  __device__ __forceinline__ void copy(uint32_t slot, bool more, uint32_t more_to,
+                                       const uint8_t* more_from) {
+    const uint32_t to = slot + 16 * (threadIdx.x % 32);
+    asm volatile(
+        "{\n"
+        ".reg .pred scaled, more;\n"
+        "setp.ne.u32 scaled, %4, 0;\n"
+        "setp.ne.u32 more, %5, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16;\n"
+        "cp.async.cg.shared.global [%0 + 512], [%1 + 512], 16;\n"
+        "cp.async.cg.shared.global [%0 + 1024], [%2], 16;\n"
+        "cp.async.cg.shared.global [%0 + 1536], [%2 + 512], 16;\n"
+        "@scaled cp.async.cg.shared.global [%0 + 2048], [%3], 16;\n"
+        "@more cp.async.cg.shared.global [%6], [%7], 16;\n"
+        "}\n" ::"r"(to),
+        "l"(codes), "l"(codes + second), "l"(scales), "r"(static_cast<uint32_t>(scaled)),
+        "r"(static_cast<uint32_t>(more)), "r"(more_to), "l"(more_from)
+        : "memory");
+    codes += codes_step, scales += scales_step;
+  }
+};
+
 __device__ __forceinline__ uint4 shared_16(uint32_t at) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -105,21 +149,14 @@ __device__ __forceinline__ void expand(uint32_t word, __half2 upper, __half2 low
 template <int NT>
 using Tokens = uint4[NT];
 
-// Where this lane's activations lie: its first token's, and how far the others are from it. A token
-// beyond the chunk is another one's copy: what is computed of it is not used.
-template <int NT>
-struct Rows {
+// Where a token's activations lie, this lane's of a tile in one piece.
+struct Row {
   const uint4* base;
-  int apart[NT];
 
-  __device__ __forceinline__ void load(Tokens<NT>& x, int tile) const {
-    x[0] = base[4 * tile];
-#pragma unroll
-    for (int i = 1; i < NT; ++i) x[i] = base[apart[i] + 4 * tile];
-  }
+  __device__ __forceinline__ void load(Tokens<1>& x, int tile) const { x[0] = base[4 * tile]; }
 };
 
-// The same in shared memory: tile by tile, eight tokens after eight, as lanes read them.
+// Those of eights of tokens in shared memory: tile by tile, eight after eight, as lanes read them.
 template <int NT>
 struct SharedRows {
   uint32_t at;  // of this lane

@@ -39,73 +39,36 @@ struct Down {
   float* parts;  // [pairs + rows, hidden]
 };
 
+// What CTAs leave for each other where a unit is cut (tile.cuh).
+struct Handover {
+  float4* rooms;
+  int* done;
+};
+
 struct Params {
   Stack routed, shared;
   Shape shape;
   Plan plan;
   GateUp up;
   Down down;
+  Handover handover;
 };
+
+__host__ __device__ __forceinline__ int shared_chunks(const Shape& s) {
+  return (s.rows + s.chunk - 1) / s.chunk;
+}
 
 // Where column k of a row of activations lies among those of its tile; see fragments.py.
 __device__ __forceinline__ int in_fragments(int k) {
   return (k & ~31) | ((k >> 1) & 3) << 3 | ((k >> 4) & 1) << 2 | ((k >> 3) & 1) << 1 | (k & 1);
 }
 
-// What a unit is: two strips of a matrix, or two for each warp, and a chunk of tokens.
+// What a unit is: two strips of a matrix, and a chunk of tokens.
 struct Unit {
   bool is_shared;
-  int matrix, index;  // index: of its pair of strips, or of its kWarps pairs
+  int matrix, index;  // index: of its pair of strips
   int first, tokens;  // first: place in the order, or the shared expert's first token
 };
-
-// A CTA's units: its share of the shared expert's, then of the routed.
-struct Range {
-  int first_shared, num_shared;
-  int first_routed, num_routed;
-};
-
-// How many units a chunk makes: of one pair of strips (SPLIT), or one for each warp.
-template <int SPLIT>
-__device__ __forceinline__ int units_of(const Stack& stack) {
-  return SPLIT == 1 ? (stack.units + kWarps - 1) / kWarps : stack.units;
-}
-
-template <int SPLIT>
-__device__ __forceinline__ Range cut(const Params& p, int chunks) {
-  const int cta = blockIdx.x, ctas = gridDim.x;
-  const int shared_chunks = (p.shape.rows + p.shape.shared_chunk - 1) / p.shape.shared_chunk;
-  const int shared_units = shared_chunks * units_of<SPLIT>(p.shared);
-  const int routed_units = chunks * units_of<SPLIT>(p.routed);
-  Range r;
-  r.first_shared = static_cast<int64_t>(shared_units) * cta / ctas;
-  r.num_shared = static_cast<int64_t>(shared_units) * (cta + 1) / ctas - r.first_shared;
-  // Counted from the other end: who has one more of the one has one less of the other.
-  const int other = ctas - 1 - cta;
-  r.first_routed = static_cast<int64_t>(routed_units) * other / ctas;
-  r.num_routed = static_cast<int64_t>(routed_units) * (other + 1) / ctas - r.first_routed;
-  return r;
-}
-
-template <int SPLIT>
-__device__ __forceinline__ Unit unit_of(const Params& p, const Range& r, const int4* chunks,
-                                        int number) {
-  Unit unit;
-  unit.is_shared = number < r.num_shared;
-  const int units = units_of<SPLIT>(unit.is_shared ? p.shared : p.routed);
-  const int at = unit.is_shared ? r.first_shared + number : r.first_routed + number - r.num_shared;
-  const int chunk = at / units;
-  unit.index = at - chunk * units;
-  if (unit.is_shared) {
-    unit.matrix = 0;
-    unit.first = chunk * p.shape.shared_chunk;
-    unit.tokens = min(p.shape.shared_chunk, p.shape.rows - unit.first);
-  } else {
-    const int4 c = chunks[chunk];
-    unit.matrix = c.x, unit.first = c.y, unit.tokens = c.z;
-  }
-  return unit;
-}
 
 __device__ __forceinline__ float activated(float gate, float up, const GateUp& f) {
   // Comparisons, as maxima and minima would lose a NaN.
