@@ -251,13 +251,13 @@ def test_codes_spread_over_a_word_come_out_in_their_order() -> None:
 
 
 def test_scratch_is_bounded_and_heads_share_it_while_they_fit() -> None:
-    assert [hopper.group_heads_for(n, 4, 16) for n in (1, 2048, 2049, 4096, 4097, 8192, 9999)] == [
-        *(4, 4, 2, 2, 1, 1, 1)
-    ]
-    assert hopper.group_heads_for(4096, 3, 16) == 1
-    assert hopper.row_chunks(8192, 16) == [(0, 8192)]
-    assert hopper.row_chunks(8193, 16) == [(0, 4096), (4096, 4097)]
-    assert hopper.row_chunks(5000, 32) == [(0, 2500), (2500, 2500)]
+    assert [
+        hopper.group_heads_for(n, 4, 16) for n in (1, 4096, 4097, 8192, 8193, 16384, 19999)
+    ] == [*(4, 4, 2, 2, 1, 1, 1)]
+    assert hopper.group_heads_for(8192, 3, 16) == 1
+    assert hopper.row_chunks(16384, 16) == [(0, 16384)]
+    assert hopper.row_chunks(16385, 16) == [(0, 8192), (8192, 8193)]
+    assert hopper.row_chunks(10000, 32) == [(0, 5000), (5000, 5000)]
     assert hopper.row_chunks(0, 16) == []
     for rows in (1, 77, 8192, 20000):
         assert sum(count for _, count in hopper.row_chunks(rows, 16)) == rows

@@ -82,7 +82,7 @@ def test_every_kernel_compiles_without_a_gpu_at_the_models_widths(
         sparse_attention(q, ids, state.batch, state.pages)
         dense_attention(q, state.batch, state.pages)
     names = sorted(key[0] for key in built)
-    assert names == ["_attend", "_attend", "_norm_rotate_insert", "_score", "_select"]
+    assert names == ["_attend", "_attend", "_merge", "_norm_rotate_insert", "_score", "_select"]
     for name, kernel in built.items():
         assert kernel.metadata.shared <= SMALLEST_SHARED_MEMORY, name[0]
 

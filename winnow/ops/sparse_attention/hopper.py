@@ -1,8 +1,8 @@
 """`sparse_attention` on Hopper: one launch in CUDA C++, clusters of CTAs for rows and KV heads.
 
-Serves bf16 queries over a cache in NVFP4, fp8 or bf16. Made for decode: rows of one request that
-select the same block read it twice, from L2. Reads lengths and tables on the device, so a CUDA
-graph may hold it.
+Serves bf16 queries over a cache in NVFP4, fp8 or bf16. Made for decode and for few rows: rows of
+one request that select the same block read it twice, from L2. Reads lengths and tables on the
+device, so a CUDA graph may hold it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ MAX_TOPK = 32
 """A warp finds its blocks with one lane each."""
 MAX_ROWS = 8
 """A request, on average, for which the kernel is made."""
+FEW_ROWS = 184
+"""In all, for which it is faster than listing rows under blocks, however few blocks there are; each
+block that may be listed allows one row more, as measured, up to `MOST_FEW_ROWS`."""
+MOST_FEW_ROWS = 512
 SPLITS = (1, 2, 4, 8, 16)
 _FORMATS = {"bf16": 1, "fp8": 2, "nvfp4": 3}
 
@@ -53,9 +57,11 @@ def sparse_attention(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) ->
 
 
 def takes(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) -> bool:
-    """Whether the kernel serves these arguments, and fast: decode."""
+    """Whether the kernel serves these arguments, and fast: decode, and a few rows of prefill."""
     group, topk = q.shape[1] // ids.shape[1], ids.shape[2]
-    return q.shape[0] <= MAX_ROWS * batch.num_requests and _refusal(q, pages, group, topk) is None
+    few = min(FEW_ROWS + batch.block_tables.numel(), MOST_FEW_ROWS)
+    most = max(MAX_ROWS * batch.num_requests, few)
+    return q.shape[0] <= most and _refusal(q, pages, group, topk) is None
 
 
 def splits_for(pairs: int, topk: int, multiprocessors: int) -> int:

@@ -37,8 +37,8 @@ MIN_ROWS_EACH = 8
 """Rows a request, on average, above which rows share blocks often enough."""
 MIN_ROWS = 64
 """Below, lists and the merge cost more than shared blocks bring."""
-SCRATCH_BYTES = 512 << 20
-"""Most that partial results may take at a time; 8,192 rows of one KV head at 16 blocks."""
+SCRATCH_BYTES = 1 << 30
+"""Most that partial results may take at a time; 8,192 rows of two KV heads at 16 blocks."""
 MAX_BINS = 1 << 24
 """(KV head, request, block)s of a call: two int32 each."""
 FORMATS = {BF16: 0, FP8: 1, NVFP4: 2}

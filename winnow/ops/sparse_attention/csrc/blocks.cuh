@@ -22,6 +22,7 @@ constexpr int kDim = 128;
 constexpr int kHeads = 16;
 constexpr int kHalfBytes = kBlock * 128;  // 64 of a block's 128 dims, 16 bits each
 constexpr int kRowHalf = kHeads * 128;  // the same of a query row
+constexpr int kRowValues = kHeads * kDim;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr float kKeyFactor = 0x1p8f, kValueFactor = 0x1p7f;  // of NVFP4
 
@@ -83,14 +84,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // An operand in shared memory, of rows of 128 bytes in the 128-byte swizzle; eight of them are 1024
-// bytes. If these are 64 columns of a transposed operand, the next 64 are `leading` bytes on.
-__device__ __forceinline__ uint64_t operand_of_lane(uint32_t address, int leading) {
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
-         static_cast<uint64_t>(leading >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 |
-         uint64_t{1} << 62;
-}
-
-// The same from an address that is the same in every lane: the compiler keeps it in uniform registers.
+// bytes. If these are 64 columns of a transposed operand, the next 64 are `leading` bytes on. The
+// address is the same in every lane: by a shuffle the compiler sees it, and keeps the operand in
+// uniform registers.
 __device__ __forceinline__ uint64_t operand(uint32_t address, int leading) {
   const uint32_t low = address >> 4 | static_cast<uint32_t>(leading >> 4) << 16;
   return uint64_t{0x40000000u | 1024 >> 4} << 32 | __shfl_sync(kAll, low, 0);
@@ -285,45 +281,65 @@ struct Piece {
   }
 };
 
-// One block's K or V to shared memory, by the threads of `kWarps` warps. Tokens from `valid` on
-// become zeros: what their slots hold must not meet a weight of zero. V's columns change places
-// within 32 dims so that a thread's sums are neighbours: columns 8j + 2t, + 1 hold dims 8t + 2j, + 1.
-template <Format kFormat, bool kValue, int kWarps>
-__device__ __forceinline__ void expand_block(const uint8_t* codes, const uint8_t* steps, int valid,
-                                             uint8_t* to, int thread) {
-  constexpr bool kHalf = kValue && kFormat != kBf16;
-  constexpr int kAhead = kFormat == kNvfp4 ? 2 : 1;
-  constexpr int kStep = 32 * kWarps, kJobs = 4 * kBlock;
-  // Eight lanes take four tokens and both quarters of a half, whose stores meet all banks.
-  const auto token_of = [](int job) { return job / 2 % kBlock; };
-  const auto quarter_of = [](int job) { return job / (2 * kBlock) * 2 + job % 2; };
+// One block's K or V on its way to shared memory, by the threads of `kWarps` warps. A thread's first
+// `kAtOnce` loads may be asked for long before they are expanded.
+template <Format kFormat, int kWarps, int kAtOnce>
+class Expansion {
+ public:
+  // Tokens from `valid` on are not read.
+  __device__ __forceinline__ void begin(const uint8_t* codes, const uint8_t* steps, int valid,
+                                        int thread) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) load(i, thread + i * 32 * kWarps, codes, steps, valid);
+  }
+
+  // What `begin` began. Tokens from `valid` on become zeros: what their slots hold must not meet a
+  // weight of zero. V's columns change places within 32 dims so that a thread's sums are
+  // neighbours: columns 8j + 2t, + 1 hold dims 8t + 2j, + 1.
+  template <bool kValue>
+  __device__ __forceinline__ void finish(const uint8_t* codes, const uint8_t* steps, int valid,
+                                         uint8_t* to, int thread) {
+    constexpr bool kHalf = kValue && kFormat != kBf16;
 #pragma unroll 1
-  for (int first = thread; first < kJobs; first += kAhead * kStep) {
-    Piece<kFormat> pieces[kAhead];
+    for (int first = 0; first < kJobs; first += kAtOnce) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int job = first + i * kStep;
-      if (job < kJobs && token_of(job) < valid) {
-        pieces[i].load(codes, steps, token_of(job), quarter_of(job));
-      }
-    }
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int job = thread + (first + i) * 32 * kWarps;
+        const int token = token_of(job), quarter = quarter_of(job);
+        if (job >= 4 * kBlock) break;
+        uint32_t pairs[4][4] = {};
+        if (token < valid) pieces[i].template expand<kHalf>(pairs);
+        if (first + kAtOnce < kJobs) load(i, job + kAtOnce * 32 * kWarps, codes, steps, valid);
+        uint8_t* row = to + (quarter / 2) * kHalfBytes + token * 128;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int job = first + i * kStep, token = token_of(job), quarter = quarter_of(job);
-      if (job >= kJobs) break;
-      uint32_t pairs[4][4] = {};
-      if (token < valid) pieces[i].template expand<kHalf>(pairs);
-      uint8_t* row = to + (quarter / 2) * kHalfBytes + token * 128;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int chunk = (4 * (quarter % 2) + c) ^ (token % 8);
-        *reinterpret_cast<uint4*>(row + 16 * chunk) =
-            kValue ? make_uint4(pairs[0][c], pairs[1][c], pairs[2][c], pairs[3][c])
-                   : make_uint4(pairs[c][0], pairs[c][1], pairs[c][2], pairs[c][3]);
+        for (int c = 0; c < 4; ++c) {
+          const int chunk = (4 * (quarter % 2) + c) ^ (token % 8);
+          *reinterpret_cast<uint4*>(row + 16 * chunk) =
+              kValue ? make_uint4(pairs[0][c], pairs[1][c], pairs[2][c], pairs[3][c])
+                     : make_uint4(pairs[c][0], pairs[c][1], pairs[c][2], pairs[c][3]);
+        }
       }
     }
   }
-}
+
+ private:
+  static constexpr int kJobs = (4 * kBlock + 32 * kWarps - 1) / (32 * kWarps);  // of a thread
+  static_assert(kJobs % kAtOnce == 0);
+  Piece<kFormat> pieces[kAtOnce];
+
+  // Eight lanes take four tokens and both quarters of a half, whose stores meet all banks.
+  static __device__ __forceinline__ int token_of(int job) { return job / 2 % kBlock; }
+  static __device__ __forceinline__ int quarter_of(int job) {
+    return job / (2 * kBlock) * 2 + job % 2;
+  }
+
+  __device__ __forceinline__ void load(int i, int job, const uint8_t* codes, const uint8_t* steps,
+                                       int valid) {
+    if (job < 4 * kBlock && token_of(job) < valid) {
+      pieces[i].load(codes, steps, token_of(job), quarter_of(job));
+    }
+  }
+};
 
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                             const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,

@@ -4,7 +4,7 @@
 // four rows each (M = 64) walk the request's blocks together, with a running softmax. Three warps
 // expand the next block to 16 bits in shared memory while the warpgroups work on this one.
 
-#include "blocks.cuh"
+#include "prefill_softmax.cuh"
 
 namespace {
 
@@ -14,8 +14,6 @@ constexpr int kTile = kRows * kConsumers;
 constexpr int kExpanders = 3;  // warps
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kQueryHalf = kRows * kRowHalf;
-constexpr int kProducerRegisters = 56;
-constexpr int kConsumerRegisters = 152;
 constexpr int kTokens = 64;  // of a step
 constexpr float kNothing = -1.5e38f;  // below any score, and finite: exp2(-inf - it) is 0
 constexpr float kLazy = 8.0f;  // weights may reach 2^8 before the sums are rescaled
@@ -81,18 +79,33 @@ __device__ __forceinline__ void expand_blocks(const Params& p, const Tile& tile,
   const int64_t kv_len = p.kv_lens[tile.request];
   const int64_t* table = p.tables + tile.request * p.table_width;
   const int blocks = static_cast<int>((tile.visible + kBlock - 1) / kBlock);
-  for (int block = 0; block < blocks; ++block) {
+  // K of the next block is on its way while V of this one is expanded, and V while K is.
+  Expansion<kFormat, kExpanders, kFormat == kBf16 ? 2 : 3> keys, values;
+  const auto valid_of = [&](int block) {
     const int64_t rest = kv_len - int64_t{block} * kBlock;
-    const int valid = static_cast<int>(rest < kBlock ? rest : kBlock);
-    const int64_t offset = table[block] * p.pages.page_bytes + blockIdx.y * p.pages.head_bytes;
-    const int buffer = block % 2;
+    return static_cast<int>(rest < kBlock ? rest : kBlock);
+  };
+  const auto offset_of = [&](int block) {
+    return table[block] * p.pages.page_bytes + blockIdx.y * p.pages.head_bytes;
+  };
+  int64_t offset = 0;
+  if (blocks > 0) {
+    offset = offset_of(0);
+    keys.begin(p.pages.key_codes + offset, p.pages.key_scales + offset, valid_of(0), thread);
+  }
+  for (int block = 0; block < blocks; ++block) {
+    const int valid = valid_of(block), buffer = block % 2;
+    const uint8_t *codes = p.pages.value_codes + offset, *steps = p.pages.value_scales + offset;
+    values.begin(codes, steps, valid, thread);
     if (block >= 2) barrier_wait(shared.block_empty[buffer], (block / 2 - 1) & 1);
-    expand_block<kFormat, false, kExpanders>(p.pages.key_codes + offset,
-                                             p.pages.key_scales + offset, valid,
-                                             shared.keys[buffer][0], thread);
-    expand_block<kFormat, true, kExpanders>(p.pages.value_codes + offset,
-                                            p.pages.value_scales + offset, valid,
-                                            shared.values[buffer][0], thread);
+    keys.template finish<false>(p.pages.key_codes + offset, p.pages.key_scales + offset, valid,
+                                shared.keys[buffer][0], thread);
+    if (block + 1 < blocks) {
+      offset = offset_of(block + 1);
+      keys.begin(p.pages.key_codes + offset, p.pages.key_scales + offset, valid_of(block + 1),
+                 thread);
+    }
+    values.template finish<true>(codes, steps, valid, shared.values[buffer][0], thread);
     // The tensor cores read what ordinary stores wrote.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
@@ -106,7 +119,7 @@ template <Format kFormat>
 __device__ __forceinline__ void consume(const Params& p, const Tile& tile, Shared& shared,
                                         int group, int warp, int lane) {
   constexpr bool kHalf = kFormat != kBf16;
-  const int g = lane / 4, t = lane % 4;
+  const int t = lane % 4;
   const int row = tile.first + group * kRows + warp;
   const int64_t visible = row < tile.end && tile.visible > 0 ? p.positions[row] + 1 : 0;
   const int blocks = static_cast<int>((tile.visible + kBlock - 1) / kBlock);
@@ -134,23 +147,10 @@ __device__ __forceinline__ void consume(const Params& p, const Tile& tile, Share
       products_commit();
       products_wait(s);
       const int64_t rest = visible - int64_t{block} * kBlock - first;
-      if (rest < kTokens) {
-        const int limit = static_cast<int>(rest);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if (8 * j + 2 * t >= limit) s[4 * j] = s[4 * j + 2] = -INFINITY;
-          if (8 * j + 2 * t + 1 >= limit) s[4 * j + 1] = s[4 * j + 3] = -INFINITY;
-        }
-      }
+      if (rest < kTokens) mask_from(s, static_cast<int>(rest), t);
       float highest[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float m = s[2 * h];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) m = fmaxf(m, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-        m = fmaxf(m, __shfl_xor_sync(kAll, m, 1));
-        highest[h] = fmaxf(m, __shfl_xor_sync(kAll, m, 2)) * p.score_scale;
-      }
+      for (int h = 0; h < 2; ++h) highest[h] = largest_of(s, h) * p.score_scale;
       if (__any_sync(kAll, highest[0] > largest[0] + kLazy || highest[1] > largest[1] + kLazy)) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -163,16 +163,7 @@ __device__ __forceinline__ void consume(const Params& p, const Tile& tile, Share
         }
       }
       uint32_t w[4][4];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float x = exp2_approx(fmaf(s[4 * j + 2 * h], p.score_scale, -largest[h]));
-          const float y = exp2_approx(fmaf(s[4 * j + 2 * h + 1], p.score_scale, -largest[h]));
-          sum[h] += x + y;
-          w[j / 2][2 * (j % 2) + h] = pack<kHalf>(x, y);
-        }
-      }
+      weigh<kHalf>(s, p.score_scale, largest, sum, w);
       products_begin();
 #pragma unroll
       for (int i = 0; i < kTokens / 16; ++i) {
@@ -184,25 +175,13 @@ __device__ __forceinline__ void consume(const Params& p, const Tile& tile, Share
     if (lane == 0) barrier_arrive(shared.block_empty[buffer]);
   }
   if (row >= tile.end) return;
+  float over[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    sum[h] += __shfl_xor_sync(kAll, sum[h], 1);
-    sum[h] += __shfl_xor_sync(kAll, sum[h], 2);
-    // A row of padding sees nothing.
-    const float over = visible > 0 ? p.value_scale / sum[h] : 0.0f;
-    __nv_bfloat16* out =
-        p.out + ((int64_t{row} * p.kv_heads + blockIdx.y) * kHeads + g + 8 * h) * kDim + 8 * t;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      uint32_t w[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int at = 16 * c + 4 * j + 2 * h;
-        w[j] = pack<false>(o[at] * over, o[at + 1] * over);
-      }
-      *reinterpret_cast<uint4*>(out + 32 * c) = make_uint4(w[0], w[1], w[2], w[3]);
-    }
+    const float total = sum_over_lanes(sum[h]);
+    over[h] = visible > 0 ? p.value_scale / total : 0.0f;  // a row of padding sees nothing
   }
+  store_row<false>(p.out + (int64_t{row} * p.kv_heads + blockIdx.y) * kRowValues, o, lane, over);
 }
 
 template <Format kFormat>
@@ -223,7 +202,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (tile.first >= tile.end) return;
   if (warp < 4) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
     if (warp > 0) {
       expand_blocks<kFormat>(p, tile, shared, threadIdx.x - 32);
     } else if (tile.visible > 0) {
@@ -237,7 +215,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     consume<kFormat>(p, tile, shared, warp / 4 - 1, warp % 4, lane);
   }
 }

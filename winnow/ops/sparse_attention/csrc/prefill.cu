@@ -11,18 +11,18 @@
 // (tensor copies, 128-byte swizzle), three warps expand the next block while three warpgroups work
 // on this one, a tile each.
 
-#include "blocks.cuh"
+#include "prefill_softmax.cuh"
 
 namespace {
 
 constexpr int kRows = 4;       // query rows of a tile
 constexpr int kConsumers = 3;  // warpgroups with a tile each
-constexpr int kStages = 2 * kConsumers;
+constexpr int kStages = 2 * kConsumers;  // a stage is always of the same warpgroup
 constexpr int kExpanders = 3;  // warps
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kQueryHalf = kRows * kRowHalf;
-constexpr int kProducerRegisters = 56;
-constexpr int kConsumerRegisters = 152;
+constexpr int kProducerRegisters = 104;
+constexpr int kConsumerRegisters = 136;
 
 // The tiles of one group of KV heads, as prefill_lists.cu numbers them. A bin of the group is
 // (head, request, block); a tile has pairs of one bin.
@@ -135,14 +135,18 @@ __device__ __forceinline__ void expand_blocks(const Attend& a, Shared& shared, i
       const int valid = static_cast<int>(rest < kBlock ? rest : kBlock);
       const int64_t offset =
           page * a.pages.page_bytes + (l.first_head + head) * a.pages.head_bytes;
+      const uint8_t* key_codes = a.pages.key_codes + offset;
+      const uint8_t* key_steps = a.pages.key_scales + offset;
+      const uint8_t* value_codes = a.pages.value_codes + offset;
+      const uint8_t* value_steps = a.pages.value_scales + offset;
+      Expansion<kFormat, kExpanders, kFormat == kBf16 ? 2 : 3> keys, values;
+      keys.begin(key_codes, key_steps, valid, thread);
+      values.begin(value_codes, value_steps, valid, thread);
       const int buffer = block % 2;
       if (block >= 2) barrier_wait(shared.block_empty[buffer], (block / 2 - 1) & 1);
-      expand_block<kFormat, false, kExpanders>(a.pages.key_codes + offset,
-                                               a.pages.key_scales + offset, valid,
-                                               shared.keys[buffer][0], thread);
-      expand_block<kFormat, true, kExpanders>(a.pages.value_codes + offset,
-                                              a.pages.value_scales + offset, valid,
-                                              shared.values[buffer][0], thread);
+      keys.template finish<false>(key_codes, key_steps, valid, shared.keys[buffer][0], thread);
+      values.template finish<true>(value_codes, value_steps, valid, shared.values[buffer][0],
+                                   thread);
       // The tensor cores read what ordinary stores wrote.
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
@@ -177,84 +181,55 @@ __device__ __forceinline__ void consume(const Attend& a, Shared& shared, int gro
     waited = true;
 
     float s[64];
-    const uint32_t q = shared_address(shared.queries[stage][0]);
-    const uint32_t k = shared_address(shared.keys[block % 2][0]);
+    const uint64_t q = operand(shared_address(shared.queries[stage][0]), 16);
+    const uint64_t k = operand(shared_address(shared.keys[block % 2][0]), 16);
+    const uint64_t v = operand(shared_address(shared.values[block % 2][0]), kHalfBytes);
     products_begin();
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
-      const uint32_t inside = (i % 4) * 32;
-      multiply_scores(s, operand_of_lane(q + (i / 4) * kQueryHalf + inside, 16),
-                      operand_of_lane(k + (i / 4) * kHalfBytes + inside, 16), i > 0);
+      const int inside = (i % 4) * 32;
+      multiply_scores(s, advance(q, (i / 4) * kQueryHalf + inside),
+                      advance(k, (i / 4) * kHalfBytes + inside), i > 0);
     }
     products_commit();
     products_wait(s);
+    __syncwarp();
     if (lane == 0) barrier_arrive(shared.query_empty[stage]);
 
     const int limit = (entry & 127) + 1;
-    if (limit < kBlock) {
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        if (8 * j + 2 * t >= limit) s[4 * j] = s[4 * j + 2] = -INFINITY;
-        if (8 * j + 2 * t + 1 >= limit) s[4 * j + 1] = s[4 * j + 3] = -INFINITY;
-      }
-    }
+    if (limit < kBlock) mask_from(s, limit, t);
     float largest[2], sum[2] = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float m = s[2 * h];
-#pragma unroll
-      for (int j = 0; j < 16; ++j) m = fmaxf(m, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      m = fmaxf(m, __shfl_xor_sync(kAll, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(kAll, m, 2));
+      const float m = largest_of(s, h);
       // Where nothing is above -inf, any finite number keeps exponents from being NaN.
       largest[h] = m == -INFINITY ? 0.0f : m * a.score_scale;
     }
     uint32_t p[8][4];
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float x = exp2_approx(fmaf(s[4 * j + 2 * h], a.score_scale, -largest[h]));
-        const float y = exp2_approx(fmaf(s[4 * j + 2 * h + 1], a.score_scale, -largest[h]));
-        sum[h] += x + y;
-        p[j / 2][2 * (j % 2) + h] = pack<kHalf>(x, y);
-      }
-    }
+    weigh<kHalf>(s, a.score_scale, largest, sum, p);
 
     float o[64];
-    const uint32_t v = shared_address(shared.values[block % 2][0]);
     products_begin();
 #pragma unroll
     for (int i = 0; i < kBlock / 16; ++i) {
-      multiply_values<kHalf>(o, p[i], operand_of_lane(v + i * 2048, kHalfBytes), i > 0);
+      multiply_values<kHalf>(o, p[i], advance(v, i * 2048), i > 0);
     }
     products_commit();
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      sum[h] += __shfl_xor_sync(kAll, sum[h], 1);
-      sum[h] += __shfl_xor_sync(kAll, sum[h], 2);
-    }
+    for (int h = 0; h < 2; ++h) sum[h] = sum_over_lanes(sum[h]);
     products_wait(o);
     if (entry < 0) continue;
-    const int64_t place = int64_t{origin.y + (entry >> 7)} * kHeads + g;
+    const int64_t pair = origin.y + (entry >> 7);
+    float over[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float over = sum[h] == 0.0f ? 0.0f : __fdividef(a.value_factor, sum[h]);
-      uint16_t* out = a.partial + (place + 8 * h) * kDim + 8 * t;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        uint32_t w[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int at = 16 * c + 4 * j + 2 * h;
-          w[j] = pack<kHalf>(o[at] * over, o[at + 1] * over);
-        }
-        *reinterpret_cast<uint4*>(out + 32 * c) = make_uint4(w[0], w[1], w[2], w[3]);
-      }
+      over[h] = sum[h] == 0.0f ? 0.0f : __fdividef(a.value_factor, sum[h]);
       if (t == 0) {
-        a.logs[place + 8 * h] = sum[h] == 0.0f ? -INFINITY : largest[h] + __log2f(sum[h]);
+        a.logs[pair * kHeads + g + 8 * h] =
+            sum[h] == 0.0f ? -INFINITY : largest[h] + __log2f(sum[h]);
       }
     }
+    store_row<kHalf>(a.partial + pair * kRowValues, o, lane, over);
   }
 }
 

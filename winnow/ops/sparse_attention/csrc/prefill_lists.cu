@@ -39,8 +39,8 @@ constexpr int kAtOnce = 8;  // places whose values are asked for before any is u
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
 // Up to four pairs of one row and KV head, which a thread takes together: four chains of loads and
-// atomics at a time. `bins` are -1 where a pair does not count: no block, a block after the row, a
-// row of padding, no such pair.
+// atomics at a time. A warp takes neighbouring rows, which often select the same blocks. `bins` are -1
+// where a pair does not count: no block, a block after the row, a row of padding, no such pair.
 struct Pairs {
   int row, head, k, index;  // of the first, in `ids`
   int bins[kTogether];
@@ -51,11 +51,11 @@ __device__ __forceinline__ Pairs pairs_of(const Lists& l) {
   const int parts = (l.topk + kTogether - 1) / kTogether;
   const int thread = blockIdx.x * blockDim.x + threadIdx.x;
   Pairs p;
-  p.k = thread % parts * kTogether;
-  p.head = thread / parts % l.kv_heads;
-  p.row = thread / parts / l.kv_heads;
+  p.row = thread % l.rows;
+  p.k = thread / l.rows % parts * kTogether;
+  p.head = thread / l.rows / parts;
   p.index = (p.row * l.kv_heads + p.head) * l.topk + p.k;
-  const bool real = p.row < l.rows;
+  const bool real = p.head < l.kv_heads;
   const int64_t request = real ? l.row_request[p.row] : 0;
   p.seen = real && l.kv_lens[request] > 0 ? l.positions[p.row] + 1 : 0;
   const int base =
@@ -69,17 +69,25 @@ __device__ __forceinline__ Pairs pairs_of(const Lists& l) {
   return p;
 }
 
+// Lanes of the same bin count together: where blocks are few, their counters are what all wait for.
 __global__ void __launch_bounds__(kPairThreads) rank(const Lists l) {
   const Pairs p = pairs_of(l);
-  if (p.row >= l.rows) return;
+  const unsigned before = (1u << threadIdx.x % 32) - 1;
+  unsigned same[kTogether];
   int places[kTogether];
 #pragma unroll
   for (int i = 0; i < kTogether; ++i) {
-    places[i] = p.bins[i] < 0 ? -1 : atomicAdd(l.counts + p.bins[i], 1);
+    same[i] = __match_any_sync(kAll, p.bins[i]);
+    places[i] = -1;
+    if (p.bins[i] >= 0 && (same[i] & before) == 0) {
+      places[i] = atomicAdd(l.counts + p.bins[i], __popc(same[i]));
+    }
   }
 #pragma unroll
   for (int i = 0; i < kTogether; ++i) {
-    if (p.k + i < l.topk) l.ranks[p.index + i] = places[i];
+    const int first = __shfl_sync(kAll, places[i], __ffs(same[i]) - 1);
+    const int place = p.bins[i] < 0 ? -1 : first + __popc(same[i] & before);
+    if (p.head < l.kv_heads && p.k + i < l.topk) l.ranks[p.index + i] = place;
   }
 }
 
@@ -124,7 +132,7 @@ __global__ void __launch_bounds__(1024) number_tiles(const Lists l) {
 
 __global__ void __launch_bounds__(kPairThreads) fill(const Lists l) {
   const Pairs p = pairs_of(l);
-  if (p.row >= l.rows) return;
+  if (p.head >= l.kv_heads) return;
   const int group = p.head / l.group_heads;
   const int bins = l.group_heads * l.requests * static_cast<int>(l.table_width);
   int places[kTogether], first[kTogether], counts[kTogether];

@@ -1,4 +1,4 @@
-"""What tests/ops/test_dense_hopper.py runs in Triton's interpreter: the cases of dense attention,
+"""What tests/ops/test_dense_cuda.py runs in Triton's interpreter: the cases of dense attention,
 whole and split. Knows nothing of processes."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from functools import partial
 
 from winnow.ops.case import judge
 from winnow.ops.case_data import Tokens
-from winnow.ops.dense_attention import cases, hopper
+from winnow.ops.dense_attention import cases, cuda
 from winnow.ops.dense_attention.reference import dense_attention
 
 RAGGED = (Tokens(1, 1), Tokens(0, 2), Tokens(300, 2), Tokens(129, 0), Tokens(130, 5))
@@ -25,8 +25,8 @@ def attended() -> None:
         case = cases._case(f"{splits} splits", tokens, stored, "bf16")
         inputs = case.inputs()
         rows, group = inputs["q"].shape[0], 2
-        own = hopper.plan_for(rows, len(tokens), group, 4, 6, 132)
+        own = cuda.plan_for(rows, len(tokens), group, 4, 6, 132)
         plan = replace(own, splits=splits)
-        for verdict in judge(case, partial(hopper.attend, plan=plan), dense_attention):
+        for verdict in judge(case, partial(cuda.attend, plan=plan), dense_attention):
             print(verdict, plan)
             assert verdict.passed, verdict
