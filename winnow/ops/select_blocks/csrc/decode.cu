@@ -87,21 +87,25 @@ extern "C" int winnow_select_decode(
                                  cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) return error;
   }
-  score_blocks<<<multiprocessors, kWarps * 32, shared_bytes, stream>>>(
-      {static_cast<const uint8_t*>(codes), static_cast<const uint8_t*>(scales), page_stride},
-      {queries, row_stride, head_stride, head_bits}, requests, room);
-  error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-
+  // Both kernels wait by themselves for the one before, and let the next begin.
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = rows * heads;
-  config.blockDim = kChooseThreads;
+  config.gridDim = multiprocessors;
+  config.blockDim = kWarps * 32;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;
+  const Keys keys = {static_cast<const uint8_t*>(codes), static_cast<const uint8_t*>(scales),
+                     page_stride};
+  const Queries columns = {queries, row_stride, head_stride, head_bits};
+  error = cudaLaunchKernelEx(&config, score_blocks, keys, columns, requests, room);
+  if (error != cudaSuccess) return error;
+  config.gridDim = rows * heads;
+  config.blockDim = kChooseThreads;
+  config.dynamicSmemBytes = 0;
   return cudaLaunchKernelEx(&config, choose_blocks, requests, room, head_bits,
                             pass_bits_of(tiles, head_bits), multiprocessors * kWarps, ids);
 }

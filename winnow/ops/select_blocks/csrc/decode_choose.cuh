@@ -182,6 +182,7 @@ __global__ void __launch_bounds__(kChooseThreads)
   if (threadIdx.x == 0) choice.count = 0;
   // Also where no score is needed: what comes after this kernel relies on both having ended.
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   const int ranked = requests.topk - 1, i = threadIdx.x;
   if (kv_len <= 0 || current <= ranked) {

@@ -121,8 +121,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     score(Keys keys, Queries queries, Requests requests, Scores scores) {
   constexpr bool kLow = sizeof(Q) == 4;
   extern __shared__ __align__(128) uint8_t shared[];
-  // `choose` may take its place on the machine now: it waits for these scores by itself.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint8_t* ring = shared + warp * F::kStages * F::kStageBytes;
   const uint32_t barriers = shared_address(shared + kBarriers<F>) + warp * F::kStages * 8;
@@ -131,6 +129,11 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     for (int i = 0; i < F::kStages; ++i) barrier_init(barriers + 8 * i);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  // The launch may begin before the one before it has ended.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  // `choose` may take its place on the machine now: it waits for these scores by itself. Not sooner:
+  // until then it reads what kernels before this one may write.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const int pass_bits = pass_bits_of(TILES, queries.head_bits);
   if (warp == 0) scan_units(requests, pass_bits, starts);
   __syncthreads();

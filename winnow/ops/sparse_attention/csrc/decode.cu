@@ -8,6 +8,8 @@
 //
 // What hangs on the storage format is in decode_nvfp4.cuh and decode_wide.cuh.
 
+#include <algorithm>
+
 #include "decode_nvfp4.cuh"
 #include "decode_wide.cuh"
 
@@ -176,8 +178,11 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
   const int at = rank + lane * splits;
   const int64_t id = at < p.topk ? p.ids[pair * int64_t{p.topk} + at] : -1;
   const int64_t position = p.positions[row], request = p.row_request[row];
-  const bool visible =
-      id >= 0 && id * kBlock <= position && id < p.table_width && p.kv_lens[request] > 0;
+  const bool listed = id >= 0 && id * kBlock <= position && id < p.table_width;
+  // Both asked for at once: the copies wait for two loads, one after another, and not for three.
+  const int64_t kv_len = p.kv_lens[request];
+  const int64_t page = listed ? p.block_tables[request * p.table_width + id] : 0;
+  const bool visible = listed && kv_len > 0;
   const int count = __popc(__ballot_sync(kAll, visible));
   const int last_limit = __shfl_sync(
       kAll, static_cast<int>(min(position + 1 - id * kBlock, int64_t{kBlock})), max(count - 1, 0));
@@ -186,8 +191,7 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
   if (warp == 0) {
     const uint8_t* source = nullptr;
     if (visible) {
-      source = p.pages + p.block_tables[request * p.table_width + id] * p.page_bytes +
-               head * p.head_bytes;
+      source = p.pages + page * p.page_bytes + head * p.head_bytes;
       shared.sources[lane] = source;
     }
     if constexpr (F::kOneCopy) {
@@ -291,12 +295,35 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
   }
 }
 
+// Bytes of shared memory of which a multiprocessor holds no more than an even share of `ctas`, and
+// the most that a CTA may have. A launch begins as the one before it leaves, on some multiprocessors
+// sooner than on others, and those would take more CTAs than their share.
+cudaError_t even_share(int ctas, int* bytes, int* most) {
+  int device, processors, available, reserved;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const auto get = [&](int* value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+  };
+  get(&processors, cudaDevAttrMultiProcessorCount);
+  get(&available, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  get(&reserved, cudaDevAttrReservedSharedMemoryPerBlock);
+  get(most, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (error != cudaSuccess) return error;
+  const int share = (ctas + processors - 1) / processors;
+  *bytes = std::min(available / (share + 1) + 1 - reserved, *most);
+  return cudaSuccess;
+}
+
 template <typename F, typename Out>
 cudaError_t launch(const Params& p, int splits, cudaStream_t stream) {
   constexpr int kAlone = (sizeof(Shared<F>) + 127) / 128 * 128, kBytes = kAlone + sizeof(Inbox);
   auto* kernel = decode<F, Out>;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  int bytes, most;
+  cudaError_t error = even_share(p.pairs, &bytes, &most);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  }
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
@@ -310,7 +337,8 @@ cudaError_t launch(const Params& p, int splits, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(p.pairs * splits);
   config.blockDim = dim3(32 * kWarps);
-  config.dynamicSmemBytes = splits > 1 ? kBytes : kAlone;
+  // A cluster needs as many free multiprocessors side by side: it must not be kept from sharing.
+  config.dynamicSmemBytes = splits > 1 ? kBytes : std::max(kAlone, bytes);
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
