@@ -56,6 +56,8 @@ WALLS = ((1, 8192), (64, 1024))
 """Requests and tokens of each."""
 
 FORMATS = (("model", "model"), ("fp8", "fp8"), ("nvfp4", "nvfp4"))
+WEIGHTS = (("nvfp4", "mxfp8"), ("nvfp4", "keep"), ("keep", "mxfp8"))
+"""Formats of experts and of the other products, beside bf16 throughout."""
 PROMPTS, FORCED = (900, 90), 12
 """Tokens of two requests' prompts, one beyond what selection can take whole; then decode steps."""
 MEDIAN_ERROR = 0.03
@@ -140,10 +142,13 @@ def run_part(part: str, out: Path, commit_name: str, warm: bool, own: str | None
 def tokens(backend: str, device: str) -> None:
     """A tiny model's logits and greedy tokens against those of the CPU backend, both in bf16."""
     with tempfile.TemporaryDirectory() as home:
-        plain, quantised = Path(home) / "bf16", Path(home) / "nvfp4"
+        plain = Path(home) / "bf16"
         make_tiny(plain)
-        convert(plain, quantised)
-        for checkpoint in (plain, quantised):
+        checkpoints = [plain]
+        for experts, linear in WEIGHTS:
+            checkpoints.append(Path(home) / f"experts {experts}, linears {linear}")
+            convert(plain, checkpoints[-1], experts, linear, progress=False)
+        for checkpoint in checkpoints:
             forced(checkpoint, backend, device)
         greedy(plain, backend, device)
 
@@ -171,7 +176,7 @@ def forced(checkpoint: Path, backend: str, device: str) -> None:
         middle = float(errors[len(errors) // 2])
         verdict = "ok" if middle <= MEDIAN_ERROR and bool(got.isfinite().all()) else "FAILED"
         print(
-            f"{verdict}: {checkpoint.name} weights, KV {kv_format}, index {index_format}: "
+            f"{verdict}: {checkpoint.name}, KV {kv_format}, index {index_format}: "
             f"{len(errors)} rows of logits, relative error {middle:.4f} median, "
             f"{float(errors[int(0.99 * len(errors))]):.4f} at 99%, {float(errors[-1]):.4f} most; "
             f"argmax differs in {int(differ.sum())}, at margins up to "

@@ -48,7 +48,7 @@ def main() -> None:
         config = EngineConfig(
             device="cuda", backend=args.backend, dtype="bfloat16",
             kv_format="nvfp4", index_format="nvfp4",
-            num_pages=36, max_step_tokens=200, max_running=20, max_model_len=2048,
+            num_pages=22, max_step_tokens=200, max_running=20, max_model_len=2048,
         )  # fmt: skip
         engine = build_engine(str(quantised), config, progress=False)
     walk(engine, args.steps, args.seconds, args.seed)
@@ -68,7 +68,7 @@ def walk(engine: Engine, steps: int, seconds: float, seed: int) -> None:
             shared = prefix[: rng.choice((0, 0, 128, 300))]
             prompt = [*shared, *(rng.randrange(256) for _ in range(length)), 1]
             kind = {"ignore_eos": True, **rng.choice(KINDS)}
-            most = rng.choice((5, rng.randrange(5, 120)))
+            most = rng.choice((5, rng.randrange(5, 120), rng.randrange(5, 400)))
             engine.add(f"q{step}", prompt, SamplingParams(max_tokens=most, seed=step, **kind))
             live.append(f"q{step}")
         if live and rng.random() < 0.02:
@@ -88,6 +88,8 @@ def walk(engine: Engine, steps: int, seconds: float, seed: int) -> None:
             torch.cuda.synchronize()
             free = torch.cuda.mem_get_info()[0]
             memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), free))
+        if done % 1000 == 0:
+            print(f"  {done} steps after {time.monotonic() - begun:.0f} s", flush=True)
         if time.monotonic() - begun > seconds:
             break
     for name in live:

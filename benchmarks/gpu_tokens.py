@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ from winnow.spec.embedded import DEMO
 from winnow.spec.model import BLOCK_TOKENS, ModelSpec
 
 FORMATS = ("model", "fp8", "nvfp4")
+CHECKPOINTS = ("tiny", "tiny-whole", DEMO)
+WITHOUT_CHOICES = {"num_experts": 4, "experts_per_token": 4, "topk_blocks": 8}
+"""Of the tiny model: all experts and, of these prompts, all blocks are taken."""
 REPLAYED = (1, 3, 8)
 """Requests at once, all of them sizes that are captured."""
 CLOSE = {"float32": 1e-4, "bfloat16": 0.03}
@@ -54,7 +58,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--only", choices=("cpu", "replays"), help="one half of it")
-    parser.add_argument("--checkpoint", choices=("tiny", DEMO), help="one, against the CPU")
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, help="one, against the CPU")
     parser.add_argument("--weights", choices=("bf16", "nvfp4"), help="of the replays, one format")
     parser.add_argument("--kv", choices=FORMATS, help="of the replays, one format")
     parser.add_argument("--backend", help="default: the GPU's own")
@@ -63,10 +67,12 @@ def main() -> None:
         plain, quantised = Path(home) / "bf16", Path(home) / "nvfp4"
         make_tiny(plain)
         convert(plain, quantised, progress=False)
+        make_tiny(Path(home) / "whole", **WITHOUT_CHOICES)
+        places = (str(plain), str(Path(home) / "whole"), DEMO)
         if args.only != "replays":
-            for name, where in (("tiny", str(plain)), (DEMO, DEMO)):
+            for name, place in zip(CHECKPOINTS, places, strict=True):
                 if args.checkpoint in (None, name):
-                    against_cpu(name, where, args.prompts, args.tokens, args.backend)
+                    against_cpu(name, place, args.prompts, args.tokens, args.backend)
         if args.only != "cpu":
             for checkpoint in (plain, quantised):
                 for kv in FORMATS:
@@ -165,7 +171,8 @@ class Watch:
         chosen, _ = choose(products.float(), weights.router_bias, spec)
         ranked = (products.sigmoid() + weights.router_bias).sort(dim=1, descending=True).values
         last = spec.experts_per_token
-        self._note(chosen.sort(dim=1).values, ranked[:, last - 1] - ranked[:, last])
+        left = ranked[:, last] if last < spec.num_experts else -math.inf
+        self._note(chosen.sort(dim=1).values, ranked[:, last - 1] - left)
         return self._kernels.moe(x, weights, spec)
 
     def _select_blocks(self, index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Tensor:
@@ -187,16 +194,19 @@ def block_leads(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Tenso
     """fp64 [rows]: how far the last block taken leads the first one left, as a share of its score,
     the least of a row's heads; infinite where all are taken."""
     leads = torch.full((index_q.shape[0],), math.inf, dtype=torch.float64)
-    for request in range(batch.num_requests):
-        rows = [r for r in batch.rows(request) if int(batch.positions[r]) // BLOCK_TOKENS >= topk]
+    past = (batch.positions // BLOCK_TOKENS).tolist()
+    starts = batch.row_starts.tolist()
+    for request, (first, end) in enumerate(pairwise(starts)):
+        rows = [r for r in range(first, end) if past[r] >= topk]
         if not rows:
             continue
-        blocks = int(batch.positions[rows[-1]]) // BLOCK_TOKENS
+        blocks = past[rows[-1]]
         keys = read(codec, index, batch.block_tables[request, :blocks].cpu(), torch.float32)
-        products = index_q[rows].double().cpu() @ keys.reshape(-1, index_q.shape[2]).double().T
+        keys = keys.cpu().double().reshape(-1, index_q.shape[2])
+        products = index_q[rows].cpu().double() @ keys.T
         scores = products.unflatten(2, (blocks, BLOCK_TOKENS)).amax(3)
         for r, own in zip(rows, scores, strict=True):
-            ranked = own[:, : int(batch.positions[r]) // BLOCK_TOKENS].sort(descending=True).values
+            ranked = own[:, : past[r]].sort(descending=True).values
             last, next_one = ranked[:, topk - 2], ranked[:, topk - 1]
             leads[r] = float(((last - next_one) / last.abs()).min())
     return leads
@@ -216,16 +226,15 @@ def against_cpu(name: str, checkpoint: str, count: int, tokens: int, backend: st
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     on_cpu, on_device = {}, {}
     for dtype in CLOSE:
-        captured = on_gpu(checkpoint, True, backend, dtype)
-        given = prompts(count, captured.engine.spec.vocab_size, 17)
-        replayed = [answer.token_ids for answer in captured.generate(given, params)]
-        on_device[dtype] = noted_answers(
-            on_gpu(checkpoint, False, backend, dtype), given, params
-        )
         begun = time.monotonic()
         cpu = LLM(checkpoint, progress=False, dtype=dtype, num_pages=1024, max_step_tokens=4096)
+        given = prompts(count, cpu.engine.spec.vocab_size, 17)
         on_cpu[dtype] = noted_answers(cpu, given, params)
-        print(f"(CPU in {dtype}: {time.monotonic() - begun:.0f} s)")
+        cpu_s = time.monotonic() - begun
+        on_device[dtype] = noted_answers(on_gpu(checkpoint, False, backend, dtype), given, params)
+        captured = on_gpu(checkpoint, True, backend, dtype)
+        replayed = [answer.token_ids for answer in captured.generate(given, params)]
+        print(f"(CPU {cpu_s:.0f} s, all {time.monotonic() - begun:.0f} s)")
         unlike = sum(a != b.tokens for a, b in zip(replayed, on_device[dtype], strict=True))
         equal = sum(a == b.tokens for a, b in zip(replayed, on_cpu[dtype], strict=True))
         print(
@@ -239,9 +248,11 @@ def against_cpu(name: str, checkpoint: str, count: int, tokens: int, backend: st
 
 def compare(title: str, want: Sequence[Noted], got: Sequence[Noted], dtype: str) -> None:
     """Print where answers part, and what came before; then whether all of it is rounding."""
-    lines, errors = [], {True: [], False: []}  # type: ignore[var-annotated]
+    lines: list[str] = []
+    errors: dict[bool, list[float]] = {True: [], False: []}
     leads: dict[bool, list[float]] = {True: [], False: []}
-    first, others, choices = [], 0, 0
+    first: list[float] = []
+    others, choices = 0, 0
     for number, (a, b) in enumerate(zip(want, got, strict=True)):
         pairs = list(zip(a.tokens, b.tokens, strict=True))
         place = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
@@ -288,16 +299,13 @@ def turned_choices(a: Noted, b: Noted, rows: int) -> tuple[dict[tuple[int, int],
     least, clean = math.inf, rows
     depths = 1 + max(depth for _, depth in a.choices)
     for position in range(rows):
-        own = [d for d in range(depths) if not differs_not(a, b, position, d)]
+        keys = [(position, depth) for depth in range(depths)]
+        own = [key[1] for key in keys if not torch.equal(a.choices[key], b.choices[key])]
         if own:
             clean = min(clean, position)
         least = min([least, *own])
         turned.update({(position, d): d <= least for d in own})
     return turned, clean
-
-
-def differs_not(a: Noted, b: Noted, position: int, depth: int) -> bool:
-    return torch.equal(a.choices[position, depth], b.choices[position, depth])
 
 
 def spread(values: Sequence[float]) -> str:

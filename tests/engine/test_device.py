@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from winnow.core.plan import PlannedRows, StepPlan
 from winnow.core.request import Request
 from winnow.engine import build
 from winnow.engine.inputs import StepInputs, step_inputs
+from winnow.engine.runner import Runner
 from winnow.errors import UnsupportedError
 
 META = torch.device("meta")
@@ -36,6 +38,21 @@ def test_every_tensor_of_a_step_moves_to_the_device() -> None:
 def test_a_batch_that_is_there_already_is_not_copied() -> None:
     batch = step().batch
     assert batch.to(torch.device("cpu")) is batch
+
+
+@pytest.mark.parametrize(
+    ("count", "samples", "pages", "width"),
+    [(1, True, 3, 16), (1, True, 17, 32), (2, True, 3, 3), (1, False, 3, 3)],
+)
+def test_decode_rows_have_block_tables_as_wide_with_captures_as_without(
+    count: int, samples: bool, pages: int, width: int
+) -> None:
+    request = Request("a", prompt=tuple(range(128 * pages)), max_tokens=1)
+    rows = PlannedRows("a", 128 * pages - count, count, tuple(range(1, pages + 1)), samples)
+    storage = SimpleNamespace(rows=torch.empty(0))
+    runner = Runner(None, storage, None, widths=(16, 32))  # type: ignore[arg-type]
+    tables = runner.inputs(StepPlan((rows,)), {"a": request}).batch.block_tables
+    assert tables.tolist() == [[*range(1, pages + 1), *[0] * (width - pages)]]
 
 
 def test_a_gpu_gets_hopper_where_that_serves_and_cuda_elsewhere(

@@ -12,6 +12,7 @@ from winnow.ops import table
 from winnow.ops.case_data import Tokens, filled, small_spec
 from winnow.ops.select_blocks import hopper as select
 from winnow.ops.sparse_attention import hopper as sparse
+from winnow.ops.sparse_attention import hopper_prefill as sparse_prefill
 from winnow.ops.table import ByCase, Kernels, kernels, server, why_not
 
 
@@ -84,7 +85,7 @@ def test_hopper_has_kernels_of_its_own_before_those_of_cuda(
     hopper, cuda = kernels("hopper"), kernels("cuda")
     differing = {op for op, module in hopper.served_by().items() if module != cuda.served_by()[op]}
     attention = {"attention_inputs", "select_blocks", "sparse_attention", "dense_attention"}
-    assert differing == {"linear", "mlp", "moe", *attention}
+    assert differing == {"norm", "add_norm", "linear", "mlp", "moe", *attention}
     assert hopper.served_by()["attention_inputs"] == (
         "winnow.ops.attention_inputs.hopper for heads of 64 or 128 dims, "
         "else winnow.ops.attention_inputs.cuda"
@@ -114,4 +115,16 @@ def test_the_decode_kernels_take_cache_formats_and_a_few_rows_a_request(
     ids = torch.zeros(rows, 4, 16, dtype=torch.int32)
     index: Any = state.pages.index
     assert select.takes(q[:, :4], index, state.batch, 16) == taken
+    assert sparse.takes(q, ids, state.batch, state.pages) == (taken or rows > 8)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "taken"), [(187, 300, True), (188, 300, False)])
+def test_a_few_rows_of_prefill_go_to_the_decode_kernel_of_sparse_attention(
+    rows: int, tokens: int, taken: bool
+) -> None:
+    spec = replace(small_spec(16), head_dim=128, num_heads=64, rotary_dim=64)
+    state = filled((Tokens(tokens, rows),), "nvfp4", "nvfp4", spec=spec)
+    q = torch.zeros(rows, 64, 128, dtype=torch.bfloat16)
+    ids = torch.zeros(rows, 4, 16, dtype=torch.int32)
     assert sparse.takes(q, ids, state.batch, state.pages) == taken
+    assert sparse_prefill.takes(q, ids, state.batch, state.pages)

@@ -20,7 +20,6 @@ from winnow.bench.timing import BETWEEN, Events, watched
 from winnow.core.plan import PlannedRows, StepPlan
 from winnow.core.request import Request
 from winnow.engine.engine import Engine
-from winnow.engine.inputs import step_inputs
 from winnow.errors import CapacityError
 from winnow.model.transformer import Transformer
 from winnow.ops.sample import SampleRow
@@ -74,7 +73,7 @@ class DeviceSteps:
         timed = Transformer(
             model.spec, model.weights, watched(model.kernels, events, model.weights.head)
         )
-        inputs = step_inputs(plan, requests).to(self._runner.storage.rows.device)
+        inputs = self._runner.inputs(plan, requests)
         asked = [SampleRow(seed=0, index=0, temperature=0.0)] * len(plan.rows)
 
         def run() -> None:
@@ -112,7 +111,7 @@ class DeviceSteps:
             return model.kernels.moe(x, weights, spec)
 
         counted = Transformer(model.spec, model.weights, replace(model.kernels, moe=counting))
-        inputs = step_inputs(plan, requests).to(self._runner.storage.rows.device)
+        inputs = self._runner.inputs(plan, requests)
         with torch.inference_mode():
             layers = self._runner.storage.layers
             counted.forward(inputs.token_ids, inputs.batch, layers, inputs.logit_rows)

@@ -14,6 +14,7 @@ from winnow.engine.engine import Engine
 from winnow.engine.graphs import CudaCapture, StepGraphs
 from winnow.engine.memory import count_pages
 from winnow.engine.runner import Runner
+from winnow.engine.shapes import table_widths
 from winnow.engine.storage import PageStorage
 from winnow.engine.text import Tokenizer, load_tokenizer
 from winnow.errors import UnsupportedError
@@ -103,7 +104,9 @@ def assemble(
         max_running=config.max_running,
         prefix_caching=config.prefix_caching,
     )
-    runner = Runner(model, storage, _graphs(config, model, storage, max_model_len))
+    blocks = min(-(-max_model_len // BLOCK_TOKENS), num_pages - 1)
+    widths = table_widths(blocks) if storage.rows.is_cuda else ()
+    runner = Runner(model, storage, _graphs(config, model, storage, blocks), widths)
     log.info(
         "backend %s, KV %s, index %s, %d pages of %d bytes",
         table.backend, layout.kv_format.name, layout.index_format.name, num_pages, layout.row_bytes,
@@ -112,12 +115,11 @@ def assemble(
 
 
 def _graphs(
-    config: EngineConfig, model: Transformer, storage: PageStorage, max_model_len: int
+    config: EngineConfig, model: Transformer, storage: PageStorage, blocks: int
 ) -> StepGraphs | None:
-    """Captures of decode steps, on a GPU and unless they are not wanted."""
+    """Captures of decode steps of up to `blocks` blocks, on a GPU and unless not wanted."""
     if not (config.cuda_graphs and storage.rows.is_cuda):
         return None
-    blocks = min(-(-max_model_len // BLOCK_TOKENS), storage.num_pages - 1)
     graphs = StepGraphs(model, storage, CudaCapture(), config.max_running, blocks)
     log.info(
         "decode steps are captured at first use, padded to one of %s requests and %s blocks",

@@ -7,8 +7,10 @@ before each replay: nothing of the step it was captured from stays in it.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
@@ -45,7 +47,7 @@ class CudaCapture:
         # Once outside of the graph: compiles kernels and fills what is made at first use.
         work()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _uncollected(), torch.cuda.graph(graph, pool=self._pool):
             work()
 
         def replay() -> None:
@@ -54,6 +56,18 @@ class CudaCapture:
             graph.replay()
 
         return replay
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected within: a graph that is freed while another is captured spoils it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class StepGraphs:
@@ -84,7 +98,7 @@ class StepGraphs:
     def shape(self, plan: StepPlan) -> StepShape | None:
         """The shape that a plan of decode rows is padded to; None for one that is computed as it
         is, with chunks of prompts or more than there is room for."""
-        if not plan.rows or not all(row.samples and row.count == 1 for row in plan.rows):
+        if not is_decode(plan):
             return None
         return self.fitting(len(plan.rows), 1, max(len(row.pages) for row in plan.rows))
 
@@ -156,6 +170,11 @@ class StepGraphs:
             shape.requests, shape.rows, shape.width, perf_counter() - begun,
         )  # fmt: skip
         return captured
+
+
+def is_decode(plan: StepPlan) -> bool:
+    """Whether a plan has one row of each request, and its token is asked for."""
+    return bool(plan.rows) and all(row.samples and row.count == 1 for row in plan.rows)
 
 
 def sampling_mode(rows: Sequence[SampleRow]) -> str | None:

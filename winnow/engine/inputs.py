@@ -32,8 +32,8 @@ class StepInputs:
         )
 
 
-def step_inputs(plan: StepPlan, requests: Mapping[str, Request]) -> StepInputs:
-    """The rows of a plan, in its order."""
+def step_inputs(plan: StepPlan, requests: Mapping[str, Request], width: int = 0) -> StepInputs:
+    """The rows of a plan, in its order; block tables of `width` blocks at least."""
     token_ids: list[int] = []
     logit_rows: list[int] = []
     sampled: list[str] = []
@@ -47,7 +47,7 @@ def step_inputs(plan: StepPlan, requests: Mapping[str, Request]) -> StepInputs:
         batch=Batch.of(
             starts=[r.start for r in plan.rows],
             counts=[r.count for r in plan.rows],
-            block_tables=[list(r.pages) for r in plan.rows],
+            block_tables=[[*r.pages, *[0] * (width - len(r.pages))] for r in plan.rows],
         ),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         sampled=tuple(sampled),

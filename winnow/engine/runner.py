@@ -16,9 +16,9 @@ from torch import Tensor
 from winnow.core.plan import StepPlan
 from winnow.core.request import Request
 from winnow.engine.ahead import covers, next_plan
-from winnow.engine.graphs import StepGraphs, sampling_mode
+from winnow.engine.graphs import StepGraphs, is_decode, sampling_mode
 from winnow.engine.inputs import StepInputs, step_inputs
-from winnow.engine.shapes import StepShape
+from winnow.engine.shapes import StepShape, fitting
 from winnow.engine.storage import PageStorage
 from winnow.model.transformer import Transformer
 from winnow.ops.sample import Logprobs, Sampled, SampleRow
@@ -48,14 +48,23 @@ class _Begun:
 
 
 class Runner:
-    """One model over one storage."""
+    """One model over one storage.
+
+    `widths`, ascending: what block tables of decode rows are padded to where no step is captured,
+    as captured ones are: a GPU's kernels may add up in an order that follows the width.
+    """
 
     def __init__(
-        self, model: Transformer, storage: PageStorage, graphs: StepGraphs | None = None
+        self,
+        model: Transformer,
+        storage: PageStorage,
+        graphs: StepGraphs | None = None,
+        widths: tuple[int, ...] = (),
     ) -> None:
         self.model = model
         self.storage = storage
         self.graphs = graphs
+        self._widths = widths
         self.guesses = 0
         """Steps that were begun on a guess, and those of them that were of no use."""
         self.wasted = 0
@@ -69,7 +78,10 @@ class Runner:
 
     def inputs(self, plan: StepPlan, requests: Mapping[str, Request]) -> StepInputs:
         """Tensors of a plan's rows, where the pages are."""
-        return step_inputs(plan, requests).to(self.storage.rows.device)
+        width = None
+        if is_decode(plan):
+            width = fitting(self._widths, max(len(row.pages) for row in plan.rows))
+        return step_inputs(plan, requests, width or 0).to(self.storage.rows.device)
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> Tensor:

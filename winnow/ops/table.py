@@ -216,12 +216,12 @@ def _cuda() -> Kernels:
 
 def _hopper() -> Kernels:
     from winnow.ops.attention_inputs import hopper as inputs
-    from winnow.ops.dense_attention import hopper as full
     from winnow.ops.dense_attention import hopper_prefill as full_prefill
     from winnow.ops.linear import hopper as products
     from winnow.ops.mlp import hopper as dense
     from winnow.ops.mlp.cuda import activation
     from winnow.ops.moe import hopper as experts
+    from winnow.ops.norm import hopper as norms
     from winnow.ops.select_blocks import hopper as select
     from winnow.ops.select_blocks import hopper_prefill as select_prefill
     from winnow.ops.sparse_attention import hopper as sparse
@@ -231,12 +231,15 @@ def _hopper() -> Kernels:
     mxfp8 = "bf16 rows and mxfp8 weights in whole strips"
     linear = ByCase(mxfp8, products.takes, products.linear, general.linear)
     mlp = ByCase(mxfp8, dense.takes, dense.mlp(activation), general.mlp)
+    narrow = "bf16 rows of up to 8192 values"
     nvfp4 = "bf16 rows and nvfp4 experts in whole tiles"
     decode = "up to 8 rows a request over nvfp4, fp8 or bf16"
     return replace(
         general,
         backend="hopper",
         prepare=_prepare_for_hopper,
+        norm=ByCase(narrow, norms.takes, norms.norm, general.norm),
+        add_norm=ByCase(narrow, norms.takes_sum, norms.add_norm, general.add_norm),
         linear=linear,
         mlp=mlp,
         moe=ByCase(nvfp4, experts.takes, experts.moe(mlp), general.moe),
@@ -258,7 +261,7 @@ def _hopper() -> Kernels:
             ),
         ),
         sparse_attention=ByCase(
-            decode,
+            "few rows over nvfp4, fp8 or bf16",
             sparse.takes,
             sparse.sparse_attention,
             ByCase(
@@ -269,10 +272,10 @@ def _hopper() -> Kernels:
             ),
         ),
         dense_attention=ByCase(
-            f"nvfp4 and more than {full_prefill.MIN_ROWS_EACH} rows a request",
+            f"nvfp4 or fp8 and more than {full_prefill.MIN_ROWS_EACH} rows a request",
             full_prefill.takes,
             full_prefill.dense_attention,
-            ByCase("bf16 products", full.takes, full.dense_attention, general.dense_attention),
+            general.dense_attention,
         ),
     )
 

@@ -64,7 +64,8 @@ def _launch(
     if not rows:
         return
     assert weight.dtype is torch.float32
-    assert weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    assert weight.is_contiguous()
+    assert weight.data_ptr() % 16 == 0
     error = _library().winnow_norm(
         x.data_ptr(), x.stride(0),
         None if delta is None else delta.data_ptr(), 0 if delta is None else delta.stride(0),
