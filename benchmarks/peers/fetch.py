@@ -36,8 +36,8 @@ MARLIN = "vllm==0.26.0"
 PEERS = ["flashinfer", "vllm", "marlin"]
 
 ROUTES = (
-    *("decode_v5:", "prefill_v2:g16:", "proxy_decode:fp8:hq4:sq1:", "proxy_prefill:fp8:"),
-    "topk_select:",
+    *("decode_v5:", "prefill_v1:g16:", "prefill_v2:g16:", "proxy_decode:fp8:hq4:sq1:"),
+    *("proxy_prefill:fp8:", "topk_select:"),
 )
 """Programs for 16 query heads a KV head, 4 index heads, one query row at decode."""
 _KEPT = ("flashinfer/jit/cake_hopper_msa.py", "flashinfer/msa_ops/cake_hopper_sm90.py")
