@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL:
 
 
 def _build() -> Path:
-    """The library for this source, compiler, processor and OpenMP runtime."""
+    """The library for this source and its headers, compiler, processor and OpenMP runtime."""
     command = compiler()
     if command is None:
         raise UnsupportedError(
@@ -77,7 +77,8 @@ def _build() -> Path:
         )
     version = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
     openmp = _torch_openmp()
-    parts = (SOURCE.read_text(), version, " ".join(FLAGS), str(openmp), _processor())
+    texts = (path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+    parts = (*texts, version, " ".join(FLAGS), str(openmp), _processor())
     key = hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "winnow"
     target = home / f"cpu-{key}.so"
