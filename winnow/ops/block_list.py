@@ -7,7 +7,6 @@ A block stored in fp32 is read where it lies, in its page row; others are expand
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -46,11 +45,11 @@ def expand(paged: Paged, pages: Tensor, heads: Tensor) -> Tensor:
     if paged.format is BF16:
         return paged.codes[pages, heads].float()
     count, width = pages.shape[0], paged.codes.shape[-1]
-    codes = _addresses(paged.codes, pages, heads)
+    codes, e4m3 = _addresses(paged.codes, pages, heads), codec.value_tables()[0]
     if paged.format is FP8:
         out = torch.empty(count, BLOCK_TOKENS, width)
         library().winnow_expand_fp8(
-            codes.data_ptr(), count, width, _e4m3().data_ptr(), paged.global_scale,
+            codes.data_ptr(), count, width, e4m3.data_ptr(), paged.global_scale,
             out.data_ptr(), threads(),
         )  # fmt: skip
         return out
@@ -58,7 +57,7 @@ def expand(paged: Paged, pages: Tensor, heads: Tensor) -> Tensor:
     scales = _addresses(paged.scales, pages, heads)
     out = torch.empty(count, BLOCK_TOKENS, 2 * width)
     library().winnow_expand_nvfp4(
-        codes.data_ptr(), scales.data_ptr(), count, 2 * width, _e4m3().data_ptr(),
+        codes.data_ptr(), scales.data_ptr(), count, 2 * width, e4m3.data_ptr(),
         paged.global_scale, out.data_ptr(), threads(),
     )  # fmt: skip
     return out
@@ -84,9 +83,3 @@ def _scatter(into: Tensor, values: Tensor, pages: Tensor, offsets: Tensor) -> No
 def _addresses(held: Tensor, pages: Tensor, heads: Tensor | int) -> Tensor:
     size = held.element_size()
     return pages * (held.stride(0) * size) + (heads * (held.stride(1) * size) + held.data_ptr())
-
-
-@cache
-def _e4m3() -> Tensor:
-    """The value of each E4M3 code, fp32 [256]."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

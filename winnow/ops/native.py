@@ -29,6 +29,7 @@ FLAGS = (
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
     "winnow_linear": (_P, _N, _P, _P, _N, _N, _P, _I),
+    "winnow_linear_quantised": (_P, _N, _I, _P, _P, _P, _P, _P, _P, _N, _N, _P, _I),
     "winnow_block_scores": (_P, _N, _N, _P, _N, _N, _P, _P, _N, _I),
     "winnow_top_blocks": (_P, _N, _N, _P, _N, _P, _I),
     "winnow_attend": (_P, _N, _N, _N, _N, _P, _P, _P, _P, _P, _P, _I),

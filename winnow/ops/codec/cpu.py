@@ -188,6 +188,8 @@ class _Tables(NamedTuple):
     """int64 [256]: the bits of the two fp32 values of each byte."""
     e4m3_pairs: Tensor
     """int64 [65536]: the bits of the two fp32 values of each two bytes."""
+    e8m0: Tensor
+    """fp32 [256]: the value of each byte."""
 
 
 @cache
@@ -198,7 +200,14 @@ def _tables() -> _Tables:
         e4m3=bytes_.view(torch.float8_e4m3fn).float(),
         e2m1_pairs=decode_e2m1(unpack_e2m1(bytes_.unsqueeze(-1))).view(torch.int64).view(-1),
         e4m3_pairs=two_bytes.view(torch.float8_e4m3fn).float().view(torch.int64),
+        e8m0=decode_e8m0(bytes_),
     )
+
+
+def value_tables() -> tuple[Tensor, Tensor]:
+    """What each byte stands for in E4M3 and in E8M0, for kernels: fp32 [256] each."""
+    tables = _tables()
+    return tables.e4m3, tables.e8m0
 
 
 def _pairs(table: Tensor, codes: Tensor) -> Tensor:

@@ -8,6 +8,7 @@
 // where they are fused.
 
 #include "cpu_tiles.h"
+#include "cpu_weights.h"
 
 extern "C" {
 
@@ -15,26 +16,37 @@ extern "C" {
 // has counts[g] consecutive rows of x and its own w at address weights[g].
 void winnow_linear(const float* x, int64_t depth, const int64_t* weights, const int64_t* counts,
                    int64_t groups, int64_t columns, float* out, int threads) {
-  int64_t rows = 0;
-  for (int64_t g = 0; g < groups; ++g) rows += counts[g];
-  int64_t width = std::max<int64_t>(4, (1 << 15) / std::max<int64_t>(depth, 1) / 4 * 4);
-  width = std::min(width, std::max<int64_t>(4, (columns / (2 * threads) + 3) / 4 * 4));
-  const int64_t height = 96;
-  struct Task {
-    int64_t row, rows, column, group;
-  };
-  std::vector<Task> tasks;
-  for (int64_t g = 0, first = 0; g < groups; first += counts[g++])
-    for (int64_t i = 0; i < counts[g]; i += height)
-      for (int64_t j = 0; j < columns; j += width)
-        tasks.push_back({first + i, std::min(height, counts[g] - i), j, g});
-  const bool small = rows * columns * depth < (1 << 16);
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (!small)
-  for (size_t n = 0; n < tasks.size(); ++n) {
-    const Task& t = tasks[n];
-    panel(x + t.row * depth, depth, t.rows, at(weights, t.group) + t.column * depth, depth,
-          std::min(width, columns - t.column), depth, out + t.row * columns + t.column, columns);
-  }
+  multiply(x, depth, counts, groups, columns, out, threads,
+           [=](int64_t group, int64_t column, int64_t) {
+             return at(weights, group) + column * depth;
+           });
+}
+
+// The same with w of quantised weights, whose rows are expanded where they are multiplied. codes[g]
+// and scales[g] are addresses; globals[g] too, of a float for each row of w (format kNvfp4).
+void winnow_linear_quantised(const float* x, int64_t depth, int format, const int64_t* codes,
+                             const int64_t* scales, const int64_t* globals, const float* e4m3,
+                             const float* e8m0, const int64_t* counts, int64_t groups,
+                             int64_t columns, float* out, int threads) {
+  const CodeTables tables{e4m3, e8m0};
+  multiply(x, depth, counts, groups, columns, out, threads,
+           [=](int64_t group, int64_t column, int64_t width) -> const float* {
+             thread_local std::vector<float> rows;
+             rows.resize(width * depth);
+             const auto* code = reinterpret_cast<const uint8_t*>(codes[group]);
+             const auto* scale = reinterpret_cast<const uint8_t*>(scales[group]);
+             for (int64_t i = 0; i < width; ++i) {
+               const int64_t row = column + i;
+               float* to = rows.data() + i * depth;
+               if (format == kMxfp8) {
+                 expand_mxfp8(code + row * depth, scale + row * (depth / 32), depth, tables, to);
+               } else {
+                 expand_nvfp4(code + row * (depth / 2), scale + row * (depth / 16), depth,
+                              at(globals, group)[row], tables, to);
+               }
+             }
+             return rows.data();
+           });
 }
 
 // scores [queries, ld]: scores[i][b] = max over the 128 keys [128, dim] at keys[b] of q[i] . key,
@@ -158,36 +170,15 @@ void winnow_norm_rotate(const float* x, int64_t rows, int64_t heads, int64_t dim
   }
 }
 
-// out [blocks, 128, dim] from blocks of E2M1 codes, two a byte, and E4M3 scales, one for 16 values:
-// (code * scale) exactly, times `global`, rounded once.
+// out [blocks, 128, dim] from blocks of E2M1 codes and E4M3 scales: see expand_nvfp4.
 void winnow_expand_nvfp4(const int64_t* codes, const int64_t* scales, int64_t blocks, int64_t dim,
                          const float* e4m3, float global, float* out, int threads) {
-  typedef float group __attribute__((vector_size(64), aligned(4), may_alias));
-  typedef int32_t nibbles __attribute__((vector_size(64), aligned(4)));
-  const group table = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
-                       -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-  const int64_t groups = kBlock * dim / 16;
+  const CodeTables tables{e4m3, nullptr};
 #pragma omp parallel for num_threads(threads) if (blocks > 2)
-  for (int64_t b = 0; b < blocks; ++b) {
-    const uint8_t* code = reinterpret_cast<const uint8_t*>(codes[b]);
-    const uint8_t* scale = reinterpret_cast<const uint8_t*>(scales[b]);
-    for (int64_t g = 0; g < groups; ++g) {
-      float* to = out + (b * groups + g) * 16;
-      if constexpr (kLanes == 16) {
-        nibbles places;
-        for (int k = 0; k < 8; ++k) {
-          places[2 * k] = code[g * 8 + k] & 15;
-          places[2 * k + 1] = code[g * 8 + k] >> 4;
-        }
-        *reinterpret_cast<group*>(to) = __builtin_shuffle(table, places) * e4m3[scale[g]] * global;
-      } else {
-        for (int k = 0; k < 8; ++k) {
-          to[2 * k] = table[code[g * 8 + k] & 15] * e4m3[scale[g]] * global;
-          to[2 * k + 1] = table[code[g * 8 + k] >> 4] * e4m3[scale[g]] * global;
-        }
-      }
-    }
-  }
+  for (int64_t b = 0; b < blocks; ++b)
+    expand_nvfp4(reinterpret_cast<const uint8_t*>(codes[b]),
+                 reinterpret_cast<const uint8_t*>(scales[b]), kBlock * dim, global, tables,
+                 out + b * kBlock * dim);
 }
 
 // out [blocks, 128, dim] from blocks of E4M3 codes, times `global`.

@@ -140,4 +140,33 @@ inline const float* at(const int64_t* addresses, int64_t i) {
   return reinterpret_cast<const float*>(addresses[i]);
 }
 
+// out [rows, columns] = x [rows, depth] w^T for several groups of rows: group g has counts[g]
+// consecutive rows of x. weight(g, column, width): rows column .. column + width of its w, [width,
+// depth], good until the same thread asks again.
+template <typename Weight>
+void multiply(const float* x, int64_t depth, const int64_t* counts, int64_t groups, int64_t columns,
+              float* out, int threads, const Weight& weight) {
+  int64_t rows = 0;
+  for (int64_t g = 0; g < groups; ++g) rows += counts[g];
+  int64_t width = std::max<int64_t>(4, (1 << 15) / std::max<int64_t>(depth, 1) / 4 * 4);
+  width = std::min(width, std::max<int64_t>(4, (columns / (2 * threads) + 3) / 4 * 4));
+  const int64_t height = 96;
+  struct Task {
+    int64_t row, rows, column, group;
+  };
+  std::vector<Task> tasks;
+  for (int64_t g = 0, first = 0; g < groups; first += counts[g++])
+    for (int64_t i = 0; i < counts[g]; i += height)
+      for (int64_t j = 0; j < columns; j += width)
+        tasks.push_back({first + i, std::min(height, counts[g] - i), j, g});
+  const bool small = rows * columns * depth < (1 << 16);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (!small)
+  for (size_t n = 0; n < tasks.size(); ++n) {
+    const Task& t = tasks[n];
+    const int64_t own = std::min(width, columns - t.column);
+    panel(x + t.row * depth, depth, t.rows, weight(t.group, t.column, own), depth, own, depth,
+          out + t.row * columns + t.column, columns);
+  }
+}
+
 }  // namespace
