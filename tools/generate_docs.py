@@ -50,7 +50,7 @@ Written by `tools/generate_docs.py` from the contracts in `winnow/ops`.
 
 An operation is a folder: its contract in `__init__.py`, the plain version that defines it in \
 `reference.py`, a faster one for CPUs in `cpu.py`, whose inner loops are in \
-`winnow/ops/csrc/cpu.cpp`, and its inputs for tests and measurements in `cases.py`. `winnow bench \
+C++ (`winnow/ops/csrc`), and its inputs for tests and measurements in `cases.py`. `winnow bench \
 conformance` compares a backend with the reference on every case. Axes in brackets are tensor \
 shapes.
 """
