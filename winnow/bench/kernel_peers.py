@@ -181,6 +181,7 @@ def _flashinfer_index_decode(fi: Any, shapes: Shapes, requests: int, tokens: int
     q = torch.randn(requests, shapes.kv_heads, shapes.dim, device="cuda").to(_FP8)
     scores = torch.empty(shapes.kv_heads, blocks, requests, device="cuda")
     ids = torch.empty(requests, shapes.kv_heads, shapes.topk, device="cuda", dtype=torch.int32)
+    visible = _lengths(requests, blocks)
 
     def score(cache: Tensor) -> None:
         fi.hopper_msa_proxy_score_decode(
@@ -190,7 +191,6 @@ def _flashinfer_index_decode(fi: Any, shapes: Shapes, requests: int, tokens: int
 
     def both(cache: Tensor) -> None:
         score(cache)
-        visible = _lengths(requests, blocks)
         fi.hopper_msa_topk_select(
             scores, shapes.topk, ids, num_valid_pages=visible, force_end_blocks=1
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ def _kernels(args: argparse.Namespace) -> int:
         if args.out is not None and line.record is not None:
             commit = args.commit or line.record.commit
             append(args.out, [replace(line.record, commit=commit)])
-    for sentence in peers.refused if peers is not None and not args.json else ():
-        print(f"not timed: {sentence}")
+    for sentence in peers.refused if peers is not None else ():
+        print(f"not timed: {sentence}", file=sys.stderr)
     return 1 if failed else 0
 
 
