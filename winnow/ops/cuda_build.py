@@ -23,6 +23,9 @@ FLAGS = (
     *("-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17"),
     *("-shared", "-Xcompiler", "-fPIC", "-cudart", "static"),
 )
+FOR_RACECHECK = ("-DWINNOW_EVERY_LANE_ARRIVES", "-lineinfo")
+"""Added where $WINNOW_RACECHECK is set: compute-sanitizer's racecheck follows a barrier's arrivals
+by thread, so with these each lane arrives for itself where else one does for its warp."""
 
 
 def compiler() -> str | None:
@@ -55,7 +58,8 @@ def build(source: Path) -> Path:
         )
     headers = sorted(source.parent.glob("*.cuh"))
     texts = (path.read_text() for path in (source, *headers))
-    parts = (*texts, _version(command), " ".join(FLAGS))
+    flags = FLAGS + (FOR_RACECHECK if os.environ.get("WINNOW_RACECHECK") else ())
+    parts = (*texts, _version(command), " ".join(flags))
     key = hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "winnow"
     target = home / f"{source.parent.parent.name}-{source.stem}-{key}.so"
@@ -65,7 +69,7 @@ def build(source: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=home) as work:
         built = Path(work) / "kernels.so"
         done = subprocess.run(
-            [command, *FLAGS, str(source), "-o", str(built)], capture_output=True, text=True
+            [command, *flags, str(source), "-o", str(built)], capture_output=True, text=True
         )
         if done.returncode:
             raise UnsupportedError(
