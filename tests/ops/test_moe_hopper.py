@@ -3,6 +3,7 @@ are prepared, and the build."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -28,8 +29,6 @@ nvcc = pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
 
 TOLERANCE = 2.0**-7
 """Relative L2 error of outputs in bf16; the reference rounds weights and hidden values to bf16."""
-KINDS = (True, False)
-"""Whether the warps of a CTA share a weight row's columns (`split`)."""
 
 
 def spec_of(hidden: int, width: int, shared: int, experts: int = 8, taken: int = 4) -> ModelSpec:
@@ -47,6 +46,9 @@ SMALL = spec_of(256, 128, 128)
 ODD = spec_of(1152, 640, 384, 33, 3)
 """Pairs of strips that do not go round evenly among warps, and an odd number of experts."""
 
+WIDE = spec_of(6400, 128, 128)
+"""Rows that the router's kernel takes in two pieces."""
+
 
 def weights_of(spec: ModelSpec, shared: str = "mxfp8", seed: int = 0) -> MoeWeights:
     generator = torch.Generator().manual_seed(seed)
@@ -61,79 +63,125 @@ def rows_of(spec: ModelSpec, rows: int, seed: int = 1) -> Tensor:
     return torch.randn(rows, spec.hidden_size, generator=generator).bfloat16()
 
 
-def run(x: Tensor, weights: MoeWeights, spec: ModelSpec, split: bool) -> Tensor:
+def run(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:
     packed = hopper.prepare(to_device(weights, "cuda"), spec)
-    return hopper.few_rows(x.to("cuda"), packed, spec, split=split).cpu()
+    return hopper.few_rows(x.to("cuda"), packed, spec).cpu()
 
 
 @gpu
-@pytest.mark.parametrize("split", KINDS)
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 17, 40, 100])
-def test_few_rows_equal_the_reference(rows: int, split: bool) -> None:
+def test_few_rows_equal_the_reference(rows: int) -> None:
     x, weights = rows_of(SMALL, rows), weights_of(SMALL)
-    assert error(run(x, weights, SMALL, split), reference(x, weights, SMALL)) < TOLERANCE
+    assert error(run(x, weights, SMALL), reference(x, weights, SMALL)) < TOLERANCE
 
 
 @gpu
-@pytest.mark.parametrize("split", KINDS)
 @pytest.mark.parametrize("shared", ["mxfp8", "nvfp4"])
-def test_ragged_shapes_equal_the_reference(shared: str, split: bool) -> None:
+def test_ragged_shapes_equal_the_reference(shared: str) -> None:
     x, weights = rows_of(ODD, 21), weights_of(ODD, shared)
-    assert error(run(x, weights, ODD, split), reference(x, weights, ODD)) < TOLERANCE
+    assert error(run(x, weights, ODD), reference(x, weights, ODD)) < TOLERANCE
 
 
 @gpu
-@pytest.mark.parametrize("split", KINDS)
-def test_all_rows_may_choose_the_same_experts(split: bool) -> None:
+@pytest.mark.parametrize("rows", [3, 17])
+def test_wide_rows_equal_the_reference(rows: int) -> None:
+    x, weights = rows_of(WIDE, rows), weights_of(WIDE)
+    assert error(run(x, weights, WIDE), reference(x, weights, WIDE)) < TOLERANCE
+
+
+@gpu
+def test_all_rows_may_choose_the_same_experts() -> None:
     bias = torch.tensor([0.0, 9.0, 0.0, 9.0, 9.0, 0.0, 0.0, 9.0])
     x, weights = rows_of(SMALL, 70), replace(weights_of(SMALL), router_bias=bias)
-    assert error(run(x, weights, SMALL, split), reference(x, weights, SMALL)) < TOLERANCE
+    assert error(run(x, weights, SMALL), reference(x, weights, SMALL)) < TOLERANCE
 
 
 @gpu
-@pytest.mark.parametrize("split", KINDS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_leaves_the_others_alone(value: float, split: bool) -> None:
+def test_a_row_that_is_not_finite_leaves_the_others_alone(value: float) -> None:
     x, weights = rows_of(SMALL, 12), weights_of(SMALL)
-    clean = run(x, weights, SMALL, split)
+    clean = run(x, weights, SMALL)
     x[5, 3] = value
-    got = run(x, weights, SMALL, split)
+    got = run(x, weights, SMALL)
     others = [i for i in range(12) if i != 5]
     assert torch.equal(got[others], clean[others])
     assert not got[5].isfinite().any()
 
 
 @gpu
-@pytest.mark.parametrize("split", KINDS)
 @pytest.mark.parametrize("bounds", [(0, 20), (3, 89)])
-def test_a_row_does_not_hang_on_the_rows_beside_it(bounds: tuple[int, int], split: bool) -> None:
+def test_a_row_does_not_hang_on_the_rows_beside_it(bounds: tuple[int, int]) -> None:
     x, weights = rows_of(ODD, 90), weights_of(ODD)
     some = slice(*bounds)
-    assert torch.equal(run(x[some], weights, ODD, split), run(x, weights, ODD, split)[some])
+    assert torch.equal(run(x[some], weights, ODD), run(x, weights, ODD)[some])
 
 
 @gpu
-@pytest.mark.parametrize("split", KINDS)
-def test_the_same_rows_give_the_same_bits(split: bool) -> None:
+def test_the_same_rows_give_the_same_bits() -> None:
     x = rows_of(ODD, 33).to("cuda")
     packed = hopper.prepare(to_device(weights_of(ODD), "cuda"), ODD)
-    first = hopper.few_rows(x, packed, ODD, split=split)
-    assert all(torch.equal(hopper.few_rows(x, packed, ODD, split=split), first) for _ in range(5))
+    first = hopper.few_rows(x, packed, ODD)
+    assert all(torch.equal(hopper.few_rows(x, packed, ODD), first) for _ in range(5))
 
 
 @gpu
-@pytest.mark.parametrize("split", KINDS)
-def test_a_graph_serves_any_routing(split: bool) -> None:
+def test_a_graph_serves_any_routing() -> None:
     packed = hopper.prepare(to_device(weights_of(SMALL), "cuda"), SMALL)
     x = rows_of(SMALL, 16).to("cuda")
-    hopper.few_rows(x, packed, SMALL, split=split)
+    hopper.few_rows(x, packed, SMALL)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = hopper.few_rows(x, packed, SMALL, split=split)
+        out = hopper.few_rows(x, packed, SMALL)
     for seed in range(5):
         x.copy_(rows_of(SMALL, 16, seed))
         graph.replay()
-        assert torch.equal(out, hopper.few_rows(x, packed, SMALL, split=split))
+        assert torch.equal(out, hopper.few_rows(x, packed, SMALL))
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 5])
+def test_calls_behind_each_other_give_what_each_gives_alone(rows: int) -> None:
+    packed = hopper.prepare(to_device(weights_of(ODD), "cuda"), ODD)
+    inputs = [rows_of(ODD, rows, seed).to("cuda") for seed in range(12)]
+    wanted = [hopper.few_rows(x, packed, ODD) for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [hopper.few_rows(x, packed, ODD) for x in inputs]
+    for _ in range(10):
+        for out in got:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shared", "rows", "served"),
+    [
+        ("mxfp8", hopper.PREFILL_ROWS, ["few"]),
+        ("mxfp8", hopper.PREFILL_ROWS + 1, ["many"]),
+        ("nvfp4", hopper.PREFILL_ROWS + 1, ["few"]),
+        ("nvfp4", hopper.MAX_ROWS + 1, ["few", "few"]),
+    ],
+)
+def test_the_number_of_rows_decides_which_kernels_serve(
+    monkeypatch: pytest.MonkeyPatch, shared: str, rows: int, served: list[str]
+) -> None:
+    called = []
+
+    def serve(name: str) -> Callable[..., Tensor]:
+        def call(x: Tensor, *rest: object) -> Tensor:
+            called.append(name)
+            return x
+
+        return call
+
+    monkeypatch.setattr(hopper, "few_rows", serve("few"))
+    monkeypatch.setattr(hopper.hopper_prefill, "experts", serve("many"))
+    monkeypatch.setattr(hopper.hopper_prefill, "takes", lambda *given: True)
+    x = rows_of(SMALL, rows)
+    out = hopper.moe(lambda x, w, s: x)(x, weights_of(SMALL, shared), SMALL)
+    assert torch.equal(out, x)
+    assert called == served
 
 
 def test_prepared_weights_stand_for_the_same_values_in_the_same_memory() -> None:

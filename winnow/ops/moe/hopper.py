@@ -36,12 +36,8 @@ from winnow.spec.model import ModelSpec
 SOURCES = Path(__file__).parent / "csrc"
 MAX_ROWS = 256
 """Of one call of the kernels for few rows."""
-PREFILL_ROWS = 96
-"""Above so many rows `hopper_prefill` serves what it takes."""
-SPLIT_ROWS = 4
-"""Up to so many rows the warps of a CTA share the columns of a weight row, else each has its own
-weight rows. Alone that is 4 % faster at 8 rows too, but not in a step, where the norm before lets
-the experts begin early (docs/log.md)."""
+PREFILL_ROWS = 8
+"""Above so many rows `hopper_prefill` serves what it takes, with a shared expert in MXFP8."""
 MAX_EXPERTS = 256
 MAX_TAKEN = 8
 BLOCK = 128
@@ -57,7 +53,7 @@ class _Stack(ctypes.Structure):
 class _Shape(ctypes.Structure):
     _fields_ = (
         *(("rows", _I), ("taken", _I), ("experts", _I), ("hidden", _I), ("width", _I)),
-        *(("shared_width", _I), ("split", _I)),
+        ("shared_width", _I),
     )
 
 
@@ -72,7 +68,6 @@ class _Scratch(ctypes.Structure):
     _fields_ = (
         *(("logits", _P), ("x", _P), ("unscale", _P), ("chunks", _P), ("order", _P)),
         *(("share", _P), ("hidden", _P), ("shared_hidden", _P), ("parts", _P)),
-        *(("handover", _P), ("done", _P)),
     )
 
 
@@ -127,19 +122,15 @@ def moe(mlp: Mlp) -> Moe:
         mx = isinstance(weights.shared.gate_up, PackedMxfp8Weight)
         if x.shape[0] > PREFILL_ROWS and mx and hopper_prefill.takes(x, weights, spec):
             return hopper_prefill.experts(x, weights, lambda: mlp(x, weights.shared, spec), spec)
-        parts = [
-            few_rows(part, weights, spec, split=part.shape[0] <= SPLIT_ROWS)
-            for part in x.split(MAX_ROWS)
-        ]
+        parts = [few_rows(part, weights, spec) for part in x.split(MAX_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     op.__module__ = __name__
     return op
 
 
-def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec, *, split: bool) -> Tensor:
-    """`moe` for up to MAX_ROWS rows and packed weights. `split`: by the kernels for the fewest
-    rows, whose warps share the columns of a weight row; any number of rows is right."""
+def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:
+    """`moe` for up to MAX_ROWS rows and packed weights."""
     rows, hidden = x.shape
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if not rows:
@@ -162,13 +153,10 @@ def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec, *, split: bool) ->
     shared_activated = room(torch.float16, rows * shared_width)
     parts = room(torch.float32, pairs + rows, hidden)
     multiprocessors = _multiprocessors(x.device)
-    ctas = 0 if split else 2 * multiprocessors
-    handover, done = room(torch.float32, ctas, 128, 256), room(torch.int32, 2 * ctas)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     error = _score_library().winnow_moe_score(
         x.data_ptr(), x.stride(0), weights.router.data_ptr(), rows, hidden, experts,
-        logits.data_ptr(), converted.data_ptr(), unscale.data_ptr(),
-        done.data_ptr(), done.numel(), stream,
+        logits.data_ptr(), converted.data_ptr(), unscale.data_ptr(), stream,
     )  # fmt: skip
     if error:
         raise RuntimeError(f"the router did not launch: CUDA error {error}")
@@ -177,13 +165,12 @@ def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec, *, split: bool) ->
         _stack(weights.gate_up), _stack(weights.down),
         _stack(weights.shared.gate_up), _stack(weights.shared.down),
         weights.router_bias.data_ptr(),
-        _Shape(rows, taken, experts, hidden, width, shared_width, split),
+        _Shape(rows, taken, experts, hidden, width, shared_width),
         _Numbers(spec.routed_scale, spec.swiglu_alpha, limit, beta, hidden_scale(limit, beta)),
         _Scratch(
             logits.data_ptr(), converted.data_ptr(), unscale.data_ptr(), chunks.data_ptr(),
-            order.data_ptr(), share.data_ptr(),
-            activated.data_ptr(), shared_activated.data_ptr(), parts.data_ptr(),
-            handover.data_ptr(), done.data_ptr(),
+            order.data_ptr(), share.data_ptr(), activated.data_ptr(), shared_activated.data_ptr(),
+            parts.data_ptr(),
         ),
         out.data_ptr(), multiprocessors, stream,
     )  # fmt: skip
@@ -242,7 +229,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _score_library() -> ctypes.CDLL:
-    types = (_P, _N, _P, _I, _I, _I, _P, _P, _P, _P, _I, _P)
+    types = (_P, _N, _P, _I, _I, _I, _P, _P, _P, _P)
     return library(SOURCES / "score.cu", {"winnow_moe_score": types})
 
 

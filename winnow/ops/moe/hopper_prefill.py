@@ -33,8 +33,9 @@ _COLUMNS = 128
 """Widths are multiples of it."""
 _MAX_ROWS = 128
 """Rows of an item."""
-_SHAPE_ROWS = (5.0, 18.0, 58.0)
-"""Up to so many rows an expert, on average, each but the last of the kernel's shapes is best."""
+_SHAPE_ROWS = (20.0, 50.0, 68.0)
+"""Up to so many rows an expert, on average, each but the last of the kernel's shapes serves. Even
+routing would want the first up to 26, uneven routing less."""
 _LARGEST = 2.0**15
 """Hidden values are brought below this, within fp16."""
 _CODE_SCALE = 2.0**14
@@ -89,7 +90,8 @@ def experts(
     bf16 contiguous, which is added. Gate, up and down are `PackedNvfp4Weight`. UnsupportedError
     for what the kernels do not take.
 
-    Rows are routed and copied on a stream of their own while the shared expert runs. Scratch: 16
+    Rows are routed, copied and multiplied on a stream that goes before the caller's, on which the
+    shared expert runs: beside routing, and on what multiprocessors the products leave. Scratch: 16
     bits for every pair's row and hidden values, 604 MB for 8,192 rows of MiniMax-M3.
     """
     refusal = _refusal(x, weights, spec)
@@ -99,8 +101,9 @@ def experts(
         return torch.empty_like(x)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
+    capacity = _capacity(x.shape[0] * spec.experts_per_token, spec)
     # Large scratch belongs to the caller's stream, whose allocations can take its place later.
-    slabs = _slabs(spec.hidden_size, _capacity(x.shape[0] * spec.experts_per_token, spec), x.device)
+    slabs, hidden = (_slabs(n, capacity, x.device) for n in (spec.hidden_size, spec.expert_width))
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     # Also keeps what an earlier call left on `side` until the caller's stream has used it.
     side.wait_stream(main)
@@ -108,10 +111,10 @@ def experts(
         found = order(*route(x, weights, spec), spec)
         factors = gather(x, found, spec, slabs)
     added = shared()
-    main.wait_stream(side)
-    hidden = _slabs(spec.expert_width, found.capacity, x.device)
     parts = slabs  # an expert's rows have been read when its parts are written
-    multiply(slabs, factors, weights, hidden, parts, found, spec)
+    with torch.cuda.stream(side):
+        multiply(slabs, factors, weights, hidden, parts, found, spec)
+    main.wait_stream(side)
     return combine(parts, found, added, spec)
 
 
@@ -229,7 +232,7 @@ def _slabs(columns: int, capacity: int, device: torch.device) -> Tensor:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Goes before the shared expert's large launches."""
+    """Goes before the caller's."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -264,8 +267,6 @@ def _refusal(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> str | None:
                 f"the hopper backend's experts take {what} of a multiple of {step} up to {most}, "
                 f"not {given}"
             )
-    if spec.num_experts * spec.expert_width * spec.hidden_size >= 1 << 35:
-        return "the hopper backend's experts take up to 2^36 codes of gate and up"
     if not (0 < spec.swiglu_limit <= 128 and spec.swiglu_alpha > 0 and abs(spec.swiglu_beta) <= 64):
         return (
             "the hopper backend's experts need a limit of the activation of at most 128, not "

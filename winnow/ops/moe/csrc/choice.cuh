@@ -42,32 +42,33 @@ __device__ __forceinline__ uint32_t ordered(float x) {
   return b & 0x80000000u ? ~b : b | 0x80000000u;
 }
 
-// The best experts of each row and their weights; a warp a row.
+// The best experts of each row and their weights; a warp a row. LANE_EXPERTS: of a lane, at most.
+template <int LANE_EXPERTS>
 __device__ void choose(const Shape& s, const Scores& from, uint8_t* chosen,
                        float* shares) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int experts = s.experts, taken = s.taken;
   // A row's scores come while the one before it is decided.
-  float bias[kMaxLaneExperts], logits[kMaxLaneExperts];
+  float bias[LANE_EXPERTS], logits[LANE_EXPERTS];
   const auto load = [&](int row) {
 #pragma unroll
-    for (int i = 0; i < kMaxLaneExperts; ++i) {
+    for (int i = 0; i < LANE_EXPERTS; ++i) {
       const int expert = lane + 32 * i;
       if (expert < experts && row < s.rows)
         logits[i] = from.logits[int64_t(row) * experts + expert];
     }
   };
 #pragma unroll
-  for (int i = 0; i < kMaxLaneExperts; ++i) {
+  for (int i = 0; i < LANE_EXPERTS; ++i) {
     const int expert = lane + 32 * i;
     bias[i] = expert < experts ? from.bias[expert] : 0.0f;
   }
   load(warp);
   for (int row = warp; row < s.rows; row += kThreads / 32) {
-    float scores[kMaxLaneExperts];
-    uint32_t ranks[kMaxLaneExperts];
+    float scores[LANE_EXPERTS];
+    uint32_t ranks[LANE_EXPERTS];
 #pragma unroll
-    for (int i = 0; i < kMaxLaneExperts; ++i) {
+    for (int i = 0; i < LANE_EXPERTS; ++i) {
       scores[i] = 0.0f, ranks[i] = 0;
       if (lane + 32 * i < experts) {
         scores[i] = 1.0f / (1.0f + expf(-logits[i]));
@@ -80,16 +81,16 @@ __device__ void choose(const Shape& s, const Scores& from, uint8_t* chosen,
     for (int choice = 0; choice < taken; ++choice) {
       uint32_t best = 0;
 #pragma unroll
-      for (int i = 0; i < kMaxLaneExperts; ++i) best = max(best, ranks[i]);
+      for (int i = 0; i < LANE_EXPERTS; ++i) best = max(best, ranks[i]);
       const uint32_t largest = __reduce_max_sync(kAll, best);
       uint32_t index = 0xFFFFu;
 #pragma unroll
-      for (int i = kMaxLaneExperts - 1; i >= 0; --i)
+      for (int i = LANE_EXPERTS - 1; i >= 0; --i)
         if (ranks[i] == largest) index = lane + 32 * i;
       index = __reduce_min_sync(kAll, index);
       float score = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kMaxLaneExperts; ++i) {
+      for (int i = 0; i < LANE_EXPERTS; ++i) {
         if (index == lane + 32 * i) score = scores[i], ranks[i] = 0;
       }
       score = __shfl_sync(kAll, score, index % 32);
@@ -127,18 +128,33 @@ __device__ __forceinline__ uint32_t equal_bytes(uint32_t four, int expert) {
   return __vcmpeq4(four, static_cast<uint32_t>(expert) * 0x01010101u);
 }
 
-// The pairs by expert and the chunks of experts' tokens, by every CTA for itself; the first also
-// writes them for the launches that follow. `chosen` has room for a multiple of 16. Gives the
-// number of chunks.
-__device__ int arrange(const Shape& s, const Scores& from, const Plan& plan, uint8_t* chosen,
-                       float* shares, int* order, int4* chunks) {
+// A CTA's own pairs, in shared memory.
+struct Pairs {
+  uint8_t* chosen;  // 16-byte aligned
+  int* order;
+  float* shares;
+
+  // `room` has 9 bytes a pair and 16 besides.
+  __device__ __forceinline__ Pairs(void* room, int pairs)
+      : chosen(static_cast<uint8_t*>(room)),
+        order(reinterpret_cast<int*>(chosen + (pairs + 15) / 16 * 16)),
+        shares(reinterpret_cast<float*>(order + pairs)) {}
+};
+
+// The pairs by expert and the chunks of experts' tokens, by every CTA for itself. Gives the number
+// of chunks.
+__device__ int arrange(const Shape& s, const Scores& from, const Pairs& own, int4* chunks) {
   __shared__ uint32_t rooms[kThreads / 32];
   const int pairs = s.rows * s.taken, expert = threadIdx.x;
-  choose(s, from, chosen, shares);
+  if (s.experts <= 32 * kMaxLaneExperts / 2) {
+    choose<kMaxLaneExperts / 2>(s, from, own.chosen, own.shares);
+  } else {
+    choose<kMaxLaneExperts>(s, from, own.chosen, own.shares);
+  }
   __syncthreads();
   // Four pairs at a time; what lies past the last is nobody's.
   const int fours = pairs / 4, rest = pairs % 4;
-  const auto* words = reinterpret_cast<const uint32_t*>(chosen);
+  const auto* words = reinterpret_cast<const uint32_t*>(own.chosen);
   const uint32_t last = rest ? words[fours] : 0, real = (1u << 8 * rest) - 1;
   int count = 0;
   if (expert < s.experts) {
@@ -156,22 +172,23 @@ __device__ int arrange(const Shape& s, const Scores& from, const Plan& plan, uin
   for (int i = 0, end = place + count; place < end; ++i) {
     uint32_t found = i < fours ? equal_bytes(words[i], expert) : equal_bytes(last, expert) & real;
     for (; found; found &= ~(0xFFu << (__ffs(found) - 1)))
-      order[place++] = 4 * i + __ffs(found) / 8;
+      own.order[place++] = 4 * i + __ffs(found) / 8;
   }
   __syncthreads();
-  const int num_chunks = static_cast<int>(all >> 16);
-  if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) plan.chunks[0] = num_chunks;
-    for (int i = threadIdx.x; i < num_chunks; i += kThreads)
-      reinterpret_cast<int4*>(plan.chunks + 4)[i] = chunks[i];
-    for (int i = threadIdx.x; i < pairs; i += kThreads) {
-      plan.order[i] = order[i];
-      plan.share[i] = shares[i];
-    }
-    __threadfence();
-    __syncthreads();
+  return static_cast<int>(all >> 16);
+}
+
+// What `arrange` found, for the launches that follow.
+__device__ void publish(const Shape& s, const Plan& plan, const Pairs& own, const int4* chunks,
+                        int num_chunks) {
+  const int pairs = s.rows * s.taken;
+  if (threadIdx.x == 0) plan.chunks[0] = num_chunks;
+  for (int i = threadIdx.x; i < num_chunks; i += kThreads)
+    reinterpret_cast<int4*>(plan.chunks + 4)[i] = chunks[i];
+  for (int i = threadIdx.x; i < pairs; i += kThreads) {
+    plan.order[i] = own.order[i];
+    plan.share[i] = own.shares[i];
   }
-  return num_chunks;
 }
 
 }  // namespace

@@ -8,8 +8,7 @@
 // or two neighbours of down. The shared expert is one that every token visits.
 //
 // The units are cut evenly among the CTAs, and their bytes stream through rings in shared memory
-// across the ends of units. With few tokens the warps of a CTA share a unit's columns (split.cuh),
-// else each has strips of its own and they share the activations (tile.cuh).
+// across the ends of units (split.cuh).
 //
 // Exactness. code * 2^-14 * scale is exact in fp16. An activation is fp16 times a power of two of
 // its row (score.cu), a hidden one times a constant that its bound allows. Sums are fp32.
@@ -23,39 +22,12 @@
 #include <cstdint>
 
 #include "split.cuh"
-#include "tile.cuh"
 
 namespace {
 
-// Rings (and the warps' sums), then chunks, then (gate and up) the order, the choices and their
-// weights.
-template <bool SPLIT>
-constexpr int kRings = SPLIT ? kSplitBytes : kTileBytes;
-
-template <bool SPLIT>
-int shared_bytes(const Shape& s, bool down) {
-  return kRings<SPLIT> + 16 * (max_chunks(s) + shared_chunks(s)) +
-         (down ? 0 : 9 * s.rows * s.taken + 16);
-}
-
-// The chunks of tokens, their number and the pairs' order: chosen here, or read.
-template <bool DOWN>
-__device__ __forceinline__ int find_chunks(const Params& p, int4* chunks, const int*& order) {
-  if constexpr (DOWN) {
-    const int num_chunks = __ldcg(p.plan.chunks);
-    for (int i = threadIdx.x; i < num_chunks; i += kThreads)
-      chunks[i] = __ldcg(reinterpret_cast<const int4*>(p.plan.chunks + 4) + i);
-    __syncthreads();
-    order = p.plan.order;
-    return num_chunks;
-  } else {
-    int* places = reinterpret_cast<int*>(chunks + max_chunks(p.shape));
-    const int pairs = p.shape.rows * p.shape.taken;
-    float* shares = reinterpret_cast<float*>(places + pairs);
-    auto* chosen = reinterpret_cast<uint8_t*>(places + 2 * pairs);
-    order = places;
-    return arrange(p.shape, p.up.scores, p.plan, chosen, shares, places, chunks);
-  }
+// Behind the rings (and the warps' sums): chunks, then the pairs' order, weights and choices.
+int shared_bytes(const Shape& s, bool pairs) {
+  return kRingsBytes + 16 * max_chunks(s) + (pairs ? 9 * s.rows * s.taken + 16 : 0);
 }
 
 __device__ __forceinline__ void wait_for_launch_ahead() {
@@ -66,95 +38,61 @@ __device__ __forceinline__ void let_next_launch_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// The chunks of tokens, their number and the pairs' order, as they were found.
+__device__ __forceinline__ int read_chunks(const Params& p, int4* chunks) {
+  const int num_chunks = __ldcg(p.plan.chunks);
+  for (int i = threadIdx.x; i < num_chunks; i += kThreads)
+    chunks[i] = __ldcg(reinterpret_cast<const int4*>(p.plan.chunks + 4) + i);
+  __syncthreads();
+  return num_chunks;
+}
+
+// The same, found by every CTA for itself; the first also writes them for down.
+__device__ __forceinline__ int find_chunks(const Params& p, int4* chunks, const int*& order) {
+  const Pairs pairs(chunks + max_chunks(p.shape), p.shape.rows * p.shape.taken);
+  const int num_chunks = arrange(p.shape, p.up.scores, pairs, chunks);
+  if (blockIdx.x == 0) {
+    publish(p.shape, p.plan, pairs, chunks, num_chunks);
+    __threadfence();
+    __syncthreads();
+  }
+  order = pairs.order;
+  return num_chunks;
+}
+
 template <bool DOWN>
-__device__ __forceinline__ void split_units(const Params& p, uint8_t* shared, int4* chunks) {
+__global__ void __launch_bounds__(kThreads, kCtas) experts(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  int4* chunks = reinterpret_cast<int4*>(shared + kRingsBytes);
   const Inbox inbox(shared + kWarps * kRingBytes);
   Ring ring;
   ring.base = ring.at = shared_address(shared + threadIdx.x / 32 * kRingBytes);
   Stream<DOWN> stream;
-  stream.begin(ring.base);
+  const uint32_t lane_ring = ring.base + 16 * (threadIdx.x % 32);
   // Weights are asked for before the launch ahead of this one has ended: of the shared expert by
   // gate and up, whose other units are not chosen yet; all by down, which finds them chosen.
-  const int* order;
-  int num_chunks = DOWN ? find_chunks<DOWN>(p, chunks, order) : 0;
+  const int* order = p.plan.order;
+  int num_chunks = DOWN ? read_chunks(p, chunks) : 0;
   Range r = cut(p, num_chunks);
   int end = r.num_shared + r.num_routed, filled = 0;
   // A group for a slot: none for what cannot be asked for yet.
-  for (; filled < kStages && stream.fill(p, r, chunks, end, ring.base); ++filled) end_group();
+  for (; filled < kStages && stream.fill(p, r, chunks, end, lane_ring + filled * kSlotBytes);
+       ++filled)
+    end_group();
   wait_for_launch_ahead();
   if (!DOWN) {
-    num_chunks = find_chunks<DOWN>(p, chunks, order);
+    num_chunks = find_chunks(p, chunks, order);
     r = cut(p, num_chunks);
     end = r.num_shared + r.num_routed;
   }
   for (; filled < kStages; ++filled) {
-    stream.fill(p, r, chunks, end, ring.base);
+    stream.fill(p, r, chunks, end, lane_ring + filled * kSlotBytes);
     end_group();
   }
   let_next_launch_begin();
   for (int number = 0; number < end;) {
     const Unit unit = unit_of(p, r, chunks, number);
     serve(p, r, chunks, order, unit, number, end, stream, ring, inbox);
-  }
-}
-
-template <bool DOWN>
-__device__ __forceinline__ void tile_units(const Params& p, uint8_t* shared, int4* chunks) {
-  if (!DOWN) wait_for_launch_ahead();
-  const int* order;
-  const int ahead = shared_chunks(p.shape);
-  const int num_chunks = ahead + find_chunks<DOWN>(p, chunks + ahead, order);
-  for (int i = threadIdx.x; i < ahead; i += kThreads) {
-    const int first = i * p.shape.chunk;
-    chunks[i] = make_int4(-1, first, min(p.shape.chunk, p.shape.rows - first), 0);
-  }
-  __syncthreads();
-  const Work work(p, chunks, num_chunks);
-  if (!DOWN) let_next_launch_begin();
-  TileStream<DOWN> stream;
-  stream.ring = stream.stage = shared_address(shared);
-  stream.next = work.start_of(p, blockIdx.x);
-  stream.to = work.start_of(p, blockIdx.x + 1);
-  stream.left = 0;
-  Place at = stream.next;
-  if constexpr (DOWN) {
-    // Weights are asked for before the launch ahead of this one has ended, activations after it.
-    TokenPart parts[kTileStages - 1] = {};
-#pragma unroll
-    for (int i = 0; i < kTileStages - 1; ++i) stream.fill(p, work, order, &parts[i]);
-    wait_for_launch_ahead();
-    let_next_launch_begin();
-#pragma unroll
-    for (int i = 0; i < kTileStages - 1; ++i) {
-      if (parts[i].wanted) copy_16(parts[i].to, parts[i].from);
-      end_group();
-    }
-  } else {
-    for (int i = 0; i < kTileStages - 1; ++i) {
-      stream.fill(p, work, order);
-      end_group();
-    }
-  }
-  uint32_t slot = stream.ring;
-  while (!(at == stream.to)) {
-    const int end = work.end_of_part(p, at, stream.to);
-    if (eights_of(chunks[at.chunk].z) > 1) {
-      serve_tile<DOWN, 2>(p, work, order, at, end, stream, slot);
-    } else {
-      serve_tile<DOWN, 1>(p, work, order, at, end, stream, slot);
-    }
-    work.skip(p, at, end);
-  }
-}
-
-template <bool DOWN, bool SPLIT>
-__global__ void __launch_bounds__(kThreads, kCtas) experts(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  int4* chunks = reinterpret_cast<int4*>(shared + kRings<SPLIT>);
-  if constexpr (SPLIT) {
-    split_units<DOWN>(p, shared, chunks);
-  } else {
-    tile_units<DOWN>(p, shared, chunks);
   }
 }
 
@@ -196,16 +134,14 @@ cudaError_t launch(void (*kernel)(Args...), dim3 grid, int bytes, cudaStream_t s
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-template <bool SPLIT>
 cudaError_t run(Params p, const Stack (&down)[2], __nv_bfloat16* out, int multiprocessors,
                 cudaStream_t stream) {
   const Shape& s = p.shape;
   const dim3 grid(kCtas * multiprocessors);
-  cudaError_t error =
-      launch(experts<false, SPLIT>, grid, shared_bytes<SPLIT>(s, false), stream, p);
+  cudaError_t error = launch(experts<false>, grid, shared_bytes(s, true), stream, p);
   if (error != cudaSuccess) return error;
-  p.routed = down[0], p.shared = down[1], p.handover.done += grid.x;
-  error = launch(experts<true, SPLIT>, grid, shared_bytes<SPLIT>(s, true), stream, p);
+  p.routed = down[0], p.shared = down[1];
+  error = launch(experts<true>, grid, shared_bytes(s, false), stream, p);
   if (error != cudaSuccess) return error;
   const int blocks = (s.hidden + 4 * kThreads - 1) / (4 * kThreads);
   return launch(combine, dim3(blocks, s.rows), 0, stream, s,
@@ -225,10 +161,6 @@ struct WinnowMoeScratch {
   void* hidden;            // fp16 [pairs, width]
   void* shared_hidden;     // fp16 [rows, shared width]
   float* parts;            // [pairs + rows, hidden]
-  // Unless split: fp32 [2 * multiprocessors, 128, 256] and [4 * multiprocessors], zeros by
-  // winnow_moe_score.
-  void* handover;
-  int* done;
 };
 
 // Packed weights: codes, scales and globals (null: MXFP8) of one stack.
@@ -239,7 +171,7 @@ struct WinnowMoeStack {
 };
 
 struct WinnowMoeShape {
-  int rows, taken, experts, hidden, width, shared_width, split;
+  int rows, taken, experts, hidden, width, shared_width;
 };
 
 struct WinnowMoeNumbers {
@@ -247,7 +179,7 @@ struct WinnowMoeNumbers {
   float hidden_scale;  // a power of two; hidden activations times it are below fp16's largest
 };
 
-// hidden and widths: multiples of 128. split: for few rows, see split.cuh.
+// hidden and widths: multiples of 128.
 // out: bf16 [rows, hidden]. Returns a cudaError_t.
 extern "C" int winnow_moe_decode(const WinnowMoeStack* gate_up, const WinnowMoeStack* down,
                                  const WinnowMoeStack* shared_gate_up,
@@ -271,16 +203,14 @@ extern "C" int winnow_moe_decode(const WinnowMoeStack* gate_up, const WinnowMoeS
   Params p;
   p.routed = stack(*gate_up, s.hidden, s.width / 16);
   p.shared = stack(*shared_gate_up, s.hidden, s.shared_width / 16);
-  p.shape = {s.rows, s.taken, s.experts, s.hidden, s.split ? kSplitTokens : kTileTokens};
+  p.shape = {s.rows, s.taken, s.experts, s.hidden, kTokens};
   p.plan = {room.chunks, room.order, room.share};
   p.up = {{room.logits, bias, n.routed_scale},
           static_cast<const __half*>(room.x), room.unscale,
           n.alpha, n.limit, n.beta, n.hidden_scale, hidden, shared_hidden};
   p.down = {hidden, shared_hidden, 1.0f / n.hidden_scale, room.parts};
-  p.handover = {static_cast<float4*>(room.handover), room.done};
   const Stack downs[2] = {stack(*down, s.width, s.hidden / 32),
                           stack(*shared_down, s.shared_width, s.hidden / 32)};
   auto* result = static_cast<__nv_bfloat16*>(out);
-  return s.split ? run<true>(p, downs, result, multiprocessors, stream)
-                 : run<false>(p, downs, result, multiprocessors, stream);
+  return run(p, downs, result, multiprocessors, stream);
 }

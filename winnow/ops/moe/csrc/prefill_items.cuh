@@ -1,5 +1,5 @@
-// What prefill.cu's CTAs work on: the arguments, the items and how they are handed out, and the
-// feeding of rows. Knows nothing of weights' bits and of products.
+// What prefill.cu's CTAs work on: the arguments, the items and how they are handed out, what feeds
+// them and what stores their results. Knows nothing of weights' bits and of products.
 //
 // An item is some strips of 16 output columns by some rows of one expert. Items of gate and up come
 // first, then those of down, in the same order of experts: the one with most rows first. They are
@@ -7,6 +7,8 @@
 // stored, by whatever CTA; those were handed out before it, so that they do not wait for it.
 
 #pragma once
+
+#include <cuda.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -17,27 +19,29 @@ namespace {
 
 constexpr int kRowBytes = 128;  // 64 fp16 of one row
 constexpr int kTileCodes = 512, kTileScales = 64;
-constexpr int kPairCodes = 4 * kTileCodes, kPairScales = 4 * kTileScales;
-constexpr int kStages = 4;  // steps of rows ahead
-constexpr int kAhead = 4;   // pairs of steps of weights ahead
-constexpr int kSlots = 8;   // items known ahead, at most
-constexpr int kTaken = 12;  // steps before an item's end at which the next one is taken
-// An item may be a single pair of steps, and the one after the last copied must be known.
-static_assert(kSlots > kAhead && kTaken > 2 * kAhead);
+constexpr int kPairCodes = 2 * kTileCodes, kPairScales = 2 * kTileScales;
+constexpr int kSlots = 4;  // items known ahead, at most
+constexpr int kTaken = 3;  // pairs of steps that an item still has to be fed when the next is taken
 constexpr int kMaxExperts = 256;
+constexpr int kMaxShared = 227 * 1024;  // bytes of a CTA
+constexpr int kOtherBytes = 4 * 1024;   // of these, at most, neither of stages nor of results
 
 // One of an expert's two products: gate and up with the activation, or down.
 struct Product {
-  const uint8_t* codes;        // packed, [matrices, strips, steps, 512]
-  const uint8_t* scales;       // [matrices, strips, steps, 64]
   const float* global_scales;  // [matrices * strips * 16]
   const uint8_t* rows;         // [steps, capacity, 128]
   uint8_t* out;                // [slabs, capacity, 128]
-  int strips, steps;
-  float factor;  // of every hidden value, of every sum of down
+  int strips, pairs;           // pairs of steps
+  float factor;                // of every hidden value, of every sum of down
 };
 
 enum Kind { kGated = 0, kDown = 1 };
+
+// Weights as the copy engine sees them, by kind: packed codes [matrices * strips, steps * 512] and
+// scales [matrices * strips, steps * 64]. A box is a pair of steps of a strip for each warp.
+struct Maps {
+  CUtensorMap codes[2], scales[2];
+};
 
 struct Params {
   Product products[2];  // by kind
@@ -45,22 +49,25 @@ struct Params {
   const int* counts;
   const float* factors;  // [capacity], of the rows of gate and up
   int* next;             // 0 at launch
-  int* done;             // [experts], 0 at launch: warpgroups' shares of hidden values
+  int* done;             // [experts], 0 at launch: items whose hidden values are stored
   int experts, capacity;
   float alpha, limit, beta;
 };
 
-// How a CTA is made of `GROUPS` warpgroups that multiply and one that has the feeding threads
+// How a CTA is made of `GROUPS` warpgroups that multiply and one that has the threads beside them
 // (since registers are moved between warpgroups), and for which numbers of rows it has loops.
 template <int GROUPS, int... LOOPS>
 struct Shape {
   static constexpr int kGroups = GROUPS, kWarps = 4 * GROUPS, kThreads = 128 * (GROUPS + 1);
   static constexpr int kRows = std::max({LOOPS...});  // of an item at most
-  static constexpr int kStageBytes = kRows * kRowBytes;
-  // What a CTA's registers at launch (168, 128 or 96 a thread) allow, with 24 of a feeding one.
+  static constexpr int kStepBytes = kRows * kRowBytes;
+  // What a CTA's registers at launch (168, 128 or 96 a thread) allow.
   static constexpr int kRegisters = GROUPS == 2 ? 240 : GROUPS == 3 ? 160 : 112;
-  // Room for the weights of one step instead of two, where others hide the wait for shared memory.
-  static constexpr bool kLate = GROUPS > 2;
+  static constexpr int kOtherRegisters = GROUPS == 2 ? 24 : 32;
+  // Pairs of steps ahead, as many as there is room for.
+  static constexpr int kStageBytes = 2 * kStepBytes + 2 * kWarps * (kPairCodes + kPairScales);
+  static constexpr int kStages =
+      std::min(4, (kMaxShared - kOtherBytes - 2 * kGroups * kStepBytes) / kStageBytes);
 
   // Rows that are multiplied where an item has `size`.
   static __device__ __forceinline__ int padded(int size) {
@@ -79,34 +86,42 @@ struct Shape {
 struct Item {
   int kind;
   int matrix;         // expert, -1: no more items
-  int tile;           // which strips: 4 for each warpgroup of gate and up, 8 of down
+  int tile;           // which strips: one a warp of gate and up each, two of down
   int row, valid, n;  // first row, rows that count, rows that are multiplied
 };
 
+// A pair of steps of 64 columns: what an item's warps multiply.
 template <typename S>
-struct __align__(1024) Shared {
-  static_assert(S::kStageBytes % 1024 == 0, "a swizzle begins at a multiple of 1,024");
-  uint8_t rows[kStages][S::kStageBytes];
-  uint8_t out[S::kGroups][2][S::kStageBytes];  // a warpgroup's slabs
-  // A warp's own ring: two strips, two steps of 64 columns.
-  uint8_t codes[S::kWarps][kAhead][kPairCodes];
-  uint8_t scales[S::kWarps][kAhead][kPairScales];
+struct __align__(1024) Stage {
+  static_assert(S::kStepBytes % 1024 == 0, "a swizzle begins at a multiple of 1,024");
+  uint8_t rows[2][S::kStepBytes];
+  uint8_t codes[2][S::kWarps][kPairCodes];  // of a warp's two strips
+  uint8_t scales[2][S::kWarps][kPairScales];
+};
+
+template <typename S>
+struct Shared {
+  static_assert(sizeof(Stage<S>) == S::kStageBytes);
+  Stage<S> stages[S::kStages];
+  uint8_t out[S::kGroups][2][S::kStepBytes];  // a warpgroup's slabs
   float factors[kSlots][S::kRows];
   Item items[kSlots];
-  uint64_t full[kStages], empty[kStages], known[kSlots], taken[kSlots];
-  uint64_t late[kSlots];  // the item's last rows are being fed
+  uint64_t full[S::kStages], empty[S::kStages], known[kSlots], taken[kSlots];
+  uint64_t late[kSlots];  // the item's last weights are being fed
+  uint64_t stored, freed;  // an item's results lie in `out`; `out` may be written again
   int first[kMaxExperts];  // part of the rows of the expert of a rank, by falling number of rows
-  int expert[kMaxExperts];
+  uint16_t expert[kMaxExperts];
   int parts;  // of all
 };
 
-// A warp's strip, numbered through all matrices, which lie one after another; a gate's matrix is
-// 2 * expert. The last tile may have warpgroups without strips: they repeat the last one.
+// A tile's first strip of which every warp has one, numbered through all matrices, which lie one
+// after another; a gate's matrix is 2 * expert. The last tile may have warpgroups without strips:
+// they multiply what follows and store nothing.
 template <typename S>
-__device__ __forceinline__ int strip_of(const Params& p, const Item& item, int warp, int which) {
-  const int own = S::kWarps * item.tile + warp, strips = p.products[item.kind].strips;
-  if (item.kind == kGated) return (2 * item.matrix + which) * strips + min(own, strips - 1);
-  return item.matrix * strips + min(2 * own, strips - 2) + which;
+__device__ __forceinline__ int strip_of(const Params& p, const Item& item, int which) {
+  const int strips = p.products[item.kind].strips;
+  return item.kind == kGated ? (2 * item.matrix + which) * strips + S::kWarps * item.tile
+                             : item.matrix * strips + S::kWarps * (2 * item.tile + which);
 }
 
 // Ranks the experts by their rows, and numbers the parts of these.
@@ -151,14 +166,12 @@ __device__ __forceinline__ Item find_item(const Params& p, const Shared<S>& shar
   return {kind, expert, within / parts, row, valid, S::padded(size)};
 }
 
-// Hands out items, as late as the copies of weights allow: a thread.
+// Hands out items, as late as their feeding allows: a thread.
 template <typename S>
 __device__ __forceinline__ void list(const Params& p, Shared<S>& shared) {
-  const int pairs = min(p.products[kGated].steps, p.products[kDown].steps) / 2;
-  const int before = (kAhead + pairs - 1) / pairs;  // items that copies may be ahead
   for (int i = 0;; ++i) {
     const int slot = i % kSlots;
-    if (i >= before) barrier_wait(&shared.late[(i - before) % kSlots], (i - before) / kSlots % 2);
+    if (i > 0) barrier_wait(&shared.late[(i - 1) % kSlots], (i - 1) / kSlots % 2);
     const Item item = find_item(p, shared, atomicAdd(p.next, 1));
     barrier_wait(&shared.taken[slot], i / kSlots % 2 ^ 1);
     shared.items[slot] = item;
@@ -167,42 +180,109 @@ __device__ __forceinline__ void list(const Params& p, Shared<S>& shared) {
   }
 }
 
-// Feeds the items' rows: a thread.
+// Until the hidden values of every item of the expert are stored.
 template <typename S>
-__device__ __forceinline__ void feed(const Params& p, Shared<S>& shared) {
+__device__ __forceinline__ void wait_for_hidden(const Params& p, int expert) {
+  const int parts = (p.counts[expert] + S::kRows - 1) / S::kRows;
+  const int items = parts * S::tiles(p.products[kGated], kGated);
+  while (load_acquire(p.done + expert) < items) __nanosleep(100);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Feeds the items' weights: a thread.
+template <typename S>
+__device__ __forceinline__ void feed_weights(const Params& p, const Maps& maps, Shared<S>& shared) {
+  constexpr int kBytes = 2 * S::kWarps * (kPairCodes + kPairScales);
   int stage = 0, parity = 1, slot = 0, slot_parity = 0;
   while (true) {
     barrier_wait(&shared.known[slot], slot_parity);
     const Item item = shared.items[slot];
     if (item.matrix < 0) break;
-    const bool gated = item.kind == kGated;
-    const Product& product = p.products[item.kind];
-    if (!gated) {
-      // Every warpgroup of every item of gate and up has stored its share of hidden values.
-      const int parts = (p.counts[item.matrix] + S::kRows - 1) / S::kRows;
-      const int shares = parts * S::kGroups * S::tiles(p.products[kGated], kGated);
-      while (load_acquire(p.done + item.matrix) < shares) __nanosleep(100);
-      asm volatile("fence.proxy.async;" ::: "memory");
-    }
-    const uint8_t* from = product.rows + int64_t{item.row} * kRowBytes;
+    const CUtensorMap &codes = maps.codes[item.kind], &scales = maps.scales[item.kind];
+    const int strips[2] = {strip_of<S>(p, item, 0), strip_of<S>(p, item, 1)};
+    const int pairs = p.products[item.kind].pairs, late = max(0, pairs - kTaken);
 #pragma unroll 1
-    for (int step = 0; step < product.steps; ++step) {
-      if (step == max(0, product.steps - kTaken)) {
-        barrier_arrive(shared_address(&shared.late[slot]));
-      }
+    for (int pair = 0; pair < pairs; ++pair) {
+      if (pair == late) barrier_arrive(shared_address(&shared.late[slot]));
+      Stage<S>& to = shared.stages[stage];
+      uint64_t* full = &shared.full[stage];
       barrier_wait(&shared.empty[stage], parity);
-      const bool first = gated && step == 0;
-      barrier_expect(&shared.full[stage], item.n * (kRowBytes + (first ? 4 : 0)));
-      bulk_load(shared.rows[stage], from, item.n * kRowBytes, &shared.full[stage]);
-      if (first) {
-        bulk_load(shared.factors[slot], p.factors + item.row, item.n * 4, &shared.full[stage]);
+      barrier_expect(full, kBytes);
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        tensor_load(to.codes[which], codes, pair * kPairCodes / 8, strips[which], full);
+        tensor_load(to.scales[which], scales, pair * kPairScales / 8, strips[which], full);
       }
-      from += int64_t{p.capacity} * kRowBytes;
-      if (++stage == kStages) stage = 0, parity ^= 1;
+      if (++stage == S::kStages) stage = 0, parity ^= 1;
     }
     barrier_arrive(shared_address(&shared.taken[slot]));
     if (++slot == kSlots) slot = 0, slot_parity ^= 1;
   }
+}
+
+// Feeds the items' rows: a thread.
+template <typename S>
+__device__ __forceinline__ void feed_rows(const Params& p, Shared<S>& shared) {
+  int stage = 0, parity = 1, slot = 0, slot_parity = 0;
+  while (true) {
+    barrier_wait(&shared.known[slot], slot_parity);
+    const Item item = shared.items[slot];
+    if (item.matrix < 0) break;
+    const Product& product = p.products[item.kind];
+    if (item.kind == kDown) wait_for_hidden<S>(p, item.matrix);
+    const int bytes = item.n * kRowBytes;
+    const uint8_t* from = product.rows + int64_t{item.row} * kRowBytes;
+#pragma unroll 1
+    for (int pair = 0; pair < product.pairs; ++pair) {
+      uint64_t* full = &shared.full[stage];
+      const bool factors = item.kind == kGated && pair == 0;
+      barrier_wait(&shared.empty[stage], parity);
+      barrier_expect(full, 2 * bytes + (factors ? item.n * 4 : 0));
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        bulk_load(shared.stages[stage].rows[step], from, bytes, full);
+        from += int64_t{p.capacity} * kRowBytes;
+      }
+      if (factors) bulk_load(shared.factors[slot], p.factors + item.row, item.n * 4, full);
+      if (++stage == S::kStages) stage = 0, parity ^= 1;
+    }
+    barrier_arrive(shared_address(&shared.taken[slot]));
+    if (++slot == kSlots) slot = 0, slot_parity ^= 1;
+  }
+}
+
+// Stores what comes of the items: a thread.
+template <typename S>
+__device__ __forceinline__ void store(const Params& p, Shared<S>& shared) {
+  for (uint32_t i = 0;; ++i) {
+    const int slot = i % kSlots;
+    barrier_wait(&shared.known[slot], i / kSlots % 2);
+    const Item item = shared.items[slot];
+    if (item.matrix < 0) break;
+    const Product& product = p.products[item.kind];
+    const int sets = item.kind == kGated ? 1 : 2, slabs = product.strips / 4;
+    barrier_wait(&shared.stored, i % 2);
+#pragma unroll 1
+    for (int set = 0; set < sets; ++set) {
+      for (int group = 0; group < S::kGroups; ++group) {
+        const int slab = S::kGroups * (sets * item.tile + set) + group;
+        if (slab >= slabs) break;
+        bulk_store(product.out + (int64_t{slab} * p.capacity + item.row) * kRowBytes,
+                   shared.out[group][set], item.valid * kRowBytes);
+      }
+    }
+    bulk_commit();
+    bulk_wait_read();
+    barrier_arrive(shared_address(&shared.freed));
+    barrier_arrive(shared_address(&shared.taken[slot]));
+    if (item.kind == kGated) {
+      // Bulk copies of other CTAs read these hidden values.
+      bulk_wait();
+      asm volatile("fence.proxy.async;" ::: "memory");
+      add_release(p.done + item.matrix);
+    }
+  }
+  bulk_wait();
 }
 
 }  // namespace

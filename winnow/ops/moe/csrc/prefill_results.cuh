@@ -40,12 +40,15 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 template <typename S>
 __device__ __forceinline__ void load_scales(const Params& p, const Item& item, int warp, int lane,
                                             float (&scales)[2][2]) {
+  const Product& product = p.products[item.kind];
+  const int last = p.experts * (item.kind == kGated ? 2 : 1) * product.strips - 1;
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int strip = strip_of<S>(p, item, warp, which);
-      scales[which][half] = p.products[item.kind].global_scales[16 * strip + 8 * half + lane / 4];
+      // Of a warpgroup without strips: the last one's.
+      const int strip = min(strip_of<S>(p, item, which) + warp, last);
+      scales[which][half] = product.global_scales[16 * strip + 8 * half + lane / 4];
     }
   }
 }
@@ -86,9 +89,9 @@ __device__ __forceinline__ void store_parts(const Params& p, int slab_bytes,
                                             const float (&scales)[2][2],
                                             const float (&sums)[2][N / 2], uint32_t to, int warp,
                                             int lane) {
-  const int i = lane % 8, chunk = 4 * (warp % 2) + lane / 8;
+  const int i = lane % 8, matrix = lane / 8, chunk = 2 * (warp % 4) + matrix % 2;
   const float factor = p.products[kDown].factor;
-  to += warp % 4 / 2 * slab_bytes + i * kRowBytes + ((chunk ^ i) << 4);
+  to += matrix / 2 * slab_bytes + i * kRowBytes + ((chunk ^ i) << 4);
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
     uint32_t packed[2][2];

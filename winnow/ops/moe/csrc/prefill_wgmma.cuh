@@ -3,11 +3,20 @@
 
 #pragma once
 
+#include <cuda.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
 
 namespace {
+
+// compute-sanitizer's racecheck follows a barrier's arrivals by thread: in its build each lane
+// arrives for itself where else one does for its warp.
+#ifdef WINNOW_EVERY_LANE_ARRIVES
+constexpr bool kEveryLane = true;
+#else
+constexpr bool kEveryLane = false;
+#endif
 
 __device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
 __device__ __forceinline__ __half2 halves(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }
@@ -23,6 +32,13 @@ __device__ __forceinline__ void barrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void barrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+
+// A warp's arrival, of which a barrier counts kWarpArrivals.
+__device__ __forceinline__ void barrier_arrive_warp(uint32_t bar, int lane) {
+  if (kEveryLane || lane == 0) barrier_arrive(bar);
+}
+
+constexpr int kWarpArrivals = kEveryLane ? 32 : 1;
 
 __device__ __forceinline__ void barrier_expect(uint64_t* bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)),
@@ -49,23 +65,38 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes,
       : "memory");
 }
 
-// 16 bytes, past L1.
-__device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// A box of the map at (column, row).
+__device__ __forceinline__ void tensor_load(void* to, const CUtensorMap& map, int column, int row,
+                                            uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(bar))
+      : "memory");
 }
 
-__device__ __forceinline__ void copies_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
+__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
 }
 
-template <int LEFT>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Among the 128 threads of a warpgroup.
-__device__ __forceinline__ void group_sync(int group) {
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+// Until bulk stores have read what they store; until it is stored.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Has the map fetched before its first use.
+__device__ __forceinline__ void tensor_prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 __device__ __forceinline__ void wgmma_fence() {
@@ -134,6 +165,8 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 #define WINNOW_SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WINNOW_SUMS_44(d, i) WINNOW_SUMS_40(d, i), WINNOW_SUMS_4(d, i + 40)
 #define WINNOW_SUMS_52(d, i) WINNOW_SUMS_48(d, i), WINNOW_SUMS_4(d, i + 48)
+#define WINNOW_SUMS_28(d, i) WINNOW_SUMS_24(d, i), WINNOW_SUMS_4(d, i + 24)
+#define WINNOW_SUMS_36(d, i) WINNOW_SUMS_32(d, i), WINNOW_SUMS_4(d, i + 32)
 #define WINNOW_SUMS_60(d, i) WINNOW_SUMS_56(d, i), WINNOW_SUMS_4(d, i + 56)
 #define WINNOW_SUMS_64(d, i) WINNOW_SUMS_32(d, i), WINNOW_SUMS_32(d, i + 32)
 
@@ -169,10 +202,18 @@ WINNOW_PRODUCT(40, 20, WINNOW_LIST_20, 20, 21, 22, 23, 24)
   WINNOW_LIST_20 ", " \
   "%20, %21, %22, %23"
 WINNOW_PRODUCT(48, 24, WINNOW_LIST_24, 24, 25, 26, 27, 28)
+#define WINNOW_LIST_28 \
+  WINNOW_LIST_24 ", " \
+  "%24, %25, %26, %27"
+WINNOW_PRODUCT(56, 28, WINNOW_LIST_28, 28, 29, 30, 31, 32)
 #define WINNOW_LIST_32 \
   WINNOW_LIST_24 ", " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
 WINNOW_PRODUCT(64, 32, WINNOW_LIST_32, 32, 33, 34, 35, 36)
+#define WINNOW_LIST_36 \
+  WINNOW_LIST_32 ", " \
+  "%32, %33, %34, %35"
+WINNOW_PRODUCT(72, 36, WINNOW_LIST_36, 36, 37, 38, 39, 40)
 #define WINNOW_LIST_40 \
   WINNOW_LIST_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39"

@@ -1,7 +1,7 @@
 // The router's scores and the activations in fp16, on Hopper (sm_90): the first of a mixture of
 // experts' launches at decode. Chooses no expert: decode.cu does.
 //
-// A block of threads multiplies eight rows with one or four of the router's, or converts one row. A
+// A block of threads multiplies eight rows with one of the router's, or converts one row. A
 // row in fp16 is the row times a power of two that brings its largest finite magnitude into [2^14,
 // 2^15): bf16 values are exact down to 2^-31 of the largest, and vanish below 2^-39 of it.
 
@@ -29,13 +29,11 @@ struct Converted {
 
 __device__ float widen(uint32_t bf16) { return __uint_as_float(bf16 << 16); }
 
-// From N sums a lane (a power of two up to 32) to one: lane i of the first N gets the warp's total
-// of sum i.
-template <int N>
-__device__ float reduce(float (&sums)[N]) {
+// From kRows sums a lane to one: lane i of the first kRows gets the warp's total of sum i.
+__device__ __forceinline__ float reduce(float (&sums)[kRows]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int half = N / 2; half > 0; half /= 2) {
+  for (int half = kRows / 2; half > 0; half /= 2) {
     const bool upper = lane & half;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
@@ -45,38 +43,41 @@ __device__ float reduce(float (&sums)[N]) {
     }
   }
 #pragma unroll
-  for (int distance = N; distance < 32; distance *= 2)
+  for (int distance = kRows; distance < 32; distance *= 2)
     sums[0] += __shfl_xor_sync(kAll, sums[0], distance);
   return sums[0];
 }
 
-// What comes before may still write the rows, and read what is set to zeros here.
+// What comes before may still write the rows, and read what is written here.
 __device__ __forceinline__ void wait_for_launch_ahead() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Eight rows times EXPERTS of the router's.
-template <int EXPERTS>
+// Four columns of one of the router's rows; zeros past the last.
+__device__ __forceinline__ float4 router_at(const float* router, int expert, int hidden, int k) {
+  if (k >= hidden) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  return *reinterpret_cast<const float4*>(router + int64_t(expert) * hidden + k);
+}
+
+__device__ __forceinline__ void add_product(float& sum, const uint2& x, const float4& w) {
+  sum += widen(x.x) * w.x;
+  sum += widen(x.x >> 16) * w.y;
+  sum += widen(x.y) * w.z;
+  sum += widen(x.y >> 16) * w.w;
+}
+
+// Eight rows times one of the router's.
 __device__ void score_rows(const Rows& x, const float* router, int experts, float* logits) {
-  constexpr int kSums = EXPERTS * kRows;
-  constexpr int kAhead = EXPERTS == 1 ? 6 : 2;     // loads of a thread, of each row, at a time
-  constexpr int kTogether = EXPERTS == 1 ? 4 : 1;  // rows
-  __shared__ float totals[kThreads / 32][kSums];
-  const int first_row = blockIdx.y * kRows, first_expert = (blockIdx.x - kRows) * EXPERTS;
-  float sums[kSums] = {};
+  constexpr int kAhead = 6;     // loads of a thread, of each row, at a time
+  constexpr int kTogether = 4;  // rows
+  const int first_row = blockIdx.y * kRows, expert = blockIdx.x - kRows;
+  __shared__ float totals[kThreads / 32][kRows];
+  float sums[kRows] = {};
   for (int start = 4 * threadIdx.x; start < x.hidden; start += 4 * kThreads * kAhead) {
-    float4 w[kAhead][EXPERTS];
+    float4 w[kAhead];
 #pragma unroll
-    for (int step = 0; step < kAhead; ++step) {
-      const int k = start + 4 * kThreads * step;
-#pragma unroll
-      for (int e = 0; e < EXPERTS; ++e) {
-        const int expert = min(first_expert + e, experts - 1);
-        w[step][e] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (k < x.hidden)
-          w[step][e] = *reinterpret_cast<const float4*>(router + int64_t(expert) * x.hidden + k);
-      }
-    }
+    for (int step = 0; step < kAhead; ++step)
+      w[step] = router_at(router, expert, x.hidden, start + 4 * kThreads * step);
     wait_for_launch_ahead();
     // Rows in groups: what all of one need is on its way before the first is used.
 #pragma unroll
@@ -98,29 +99,20 @@ __device__ void score_rows(const Rows& x, const float* router, int experts, floa
         const int i = r % kTogether;
         if (r / kTogether * kTogether != group || first_row + r >= x.count) continue;
 #pragma unroll
-        for (int step = 0; step < kAhead; ++step) {
-#pragma unroll
-          for (int e = 0; e < EXPERTS; ++e) {
-            float& sum = sums[EXPERTS * r + e];
-            sum += widen(raw[i][step].x) * w[step][e].x;
-            sum += widen(raw[i][step].x >> 16) * w[step][e].y;
-            sum += widen(raw[i][step].y) * w[step][e].z;
-            sum += widen(raw[i][step].y >> 16) * w[step][e].w;
-          }
-        }
+        for (int step = 0; step < kAhead; ++step)
+          add_product(sums[r], raw[i][step], w[step]);
       }
     }
   }
-  const float total_of_warp = reduce<kSums>(sums);
-  if (threadIdx.x % 32 < kSums) totals[threadIdx.x / 32][threadIdx.x % 32] = total_of_warp;
+  const float total_of_warp = reduce(sums);
+  if (threadIdx.x % 32 < kRows) totals[threadIdx.x / 32][threadIdx.x % 32] = total_of_warp;
   __syncthreads();
-  if (threadIdx.x >= kSums) return;
+  if (threadIdx.x >= kRows) return;
   float total = 0.0f;
 #pragma unroll
   for (int w = 0; w < kThreads / 32; ++w) total += totals[w][threadIdx.x];
-  const int row = first_row + threadIdx.x / EXPERTS;
-  const int expert = first_expert + threadIdx.x % EXPERTS;
-  if (row < x.count && expert < experts) logits[int64_t(row) * experts + expert] = total;
+  const int row = first_row + threadIdx.x;
+  if (row < x.count) logits[int64_t(row) * experts + expert] = total;
 }
 
 // Columns 8 c .. 8 c + 7 of a tile of 64 lie, by pairs, in four lanes' parts (see fragments.py).
@@ -166,10 +158,8 @@ __device__ void convert_row(const Rows& x, int row, const Converted& out) {
   }
 }
 
-template <int EXPERTS>
-__global__ void __launch_bounds__(kThreads, EXPERTS == 1 ? 2 : 3)
-    score(Rows x, const float* router, int experts, float* logits, Converted converted,
-          int* zeros, int num_zeros) {
+__global__ void __launch_bounds__(kThreads, 2)
+    score(Rows x, const float* router, int experts, float* logits, Converted converted) {
   // The experts' kernel may take its place on the machine: it waits for this one by itself.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   // Those that convert come first: they take longer.
@@ -178,35 +168,28 @@ __global__ void __launch_bounds__(kThreads, EXPERTS == 1 ? 2 : 3)
     const int row = blockIdx.y * kRows + blockIdx.x;
     if (row < x.count) convert_row(x, row, converted);
   } else {
-    score_rows<EXPERTS>(x, router, experts, logits);
-  }
-  if (blockIdx.x == 0 && blockIdx.y == 0) {
-    for (int i = threadIdx.x; i < num_zeros; i += kThreads) zeros[i] = 0;
+    score_rows(x, router, experts, logits);
   }
 }
 
 }  // namespace
 
 // x: bf16 [rows, hidden], 16-byte aligned rows `stride` elements apart; router: fp32 [experts,
-// hidden]; hidden a multiple of 64. logits: fp32 [rows, experts]. Sets `zeros`. Returns a
-// cudaError_t.
+// hidden]; hidden a multiple of 64. logits: fp32 [rows, experts]. Returns a cudaError_t.
 extern "C" int winnow_moe_score(const void* x, int64_t stride, const float* router, int rows,
                                 int hidden, int experts, float* logits, void* converted,
-                                float* unscale, int* zeros, int num_zeros,
-                                cudaStream_t stream) {
+                                float* unscale, cudaStream_t stream) {
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  // Few rows: short loads on many multiprocessors. More: rows read less often.
-  const int each = rows <= 2 * kRows ? 1 : 4;
-  config.gridDim = dim3((experts + each - 1) / each + kRows, (rows + kRows - 1) / kRows);
+  config.gridDim = dim3(experts + kRows, (rows + kRows - 1) / kRows);
   config.blockDim = kThreads;
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(
-      &config, each == 1 ? score<1> : score<4>,
+      &config, score,
       Rows{static_cast<const uint16_t*>(x), stride, rows, hidden}, router, experts, logits,
-      Converted{static_cast<__half*>(converted), unscale}, zeros, num_zeros);
+      Converted{static_cast<__half*>(converted), unscale});
 }

@@ -1,5 +1,5 @@
-// Units whose columns the warps of a CTA divide among themselves (sm_90): for few tokens, when
-// there are few units. Activations come from global memory through L1.
+// A CTA's units, whose columns its warps divide among themselves (sm_90): with few tokens there are
+// few units. Activations come from global memory through L1.
 
 #pragma once
 
@@ -11,11 +11,11 @@ constexpr int kStages = 3;  // slots of a warp's ring
 constexpr int kRingBytes = kStages * kSlotBytes;
 constexpr int kRooms = 2;
 
-constexpr int kSplitTokens = 8;  // of a unit at most
+constexpr int kTokens = 8;  // of a unit at most
 
 // The sums of all warps, two strips times a unit's tokens: a room. Rooms are taken in turn.
-constexpr int kRoomBytes = kWarps * 128 * kSplitTokens;
-constexpr int kSplitBytes = kWarps * kRingBytes + kRooms * (kRoomBytes + 16);
+constexpr int kRoomBytes = kWarps * 128 * kTokens;
+constexpr int kRingsBytes = kWarps * kRingBytes + kRooms * (kRoomBytes + 16);
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -122,71 +122,45 @@ __device__ __forceinline__ int first_block(const Stack& stack, int warp) {
 // A warp's stream of weights into its ring: NVFP4 block by block, MXFP8 strip by strip.
 template <bool DOWN>
 struct Stream {
-  uint32_t slot;           // this lane's place in the next slot to be filled
-  int number, index;       // of the unit whose strips are at hand; index: among its matrix's
-  int blocks, left;        // of a strip of it, and those not asked for yet
-  bool mx, second;         // second: the other strip's turn (MXFP8)
-  int gap;                 // from the first strip of a unit to the second, in strips times K
-  const uint8_t* codes;    // of this lane
-  const uint8_t* scales;   // of this lane
-
-  __device__ __forceinline__ void begin(uint32_t ring) {
-    slot = ring + 16 * (threadIdx.x % 32);
-    number = -1, index = -1, blocks = 0, left = 0, mx = false;
-  }
+  int number = -1;             // of the unit whose strips are at hand
+  int matrix, index, units;    // of that unit; units: of its matrix
+  bool mx = false, second;     // second: the other strip's turn (MXFP8)
+  int slot = 0;                // of the next slot at hand, counted up to zero, where none is left
+  SlotSource source;
 
   // The next strips; false if there are none.
   __device__ __forceinline__ bool advance(const Params& p, const Range& r, const int4* chunks,
                                           int end) {
-    const int lane = threadIdx.x % 32;
     do {
-      if (mx && !second) {
-        second = true, left = blocks;
-        codes += 16 * int64_t(gap) - 2048 * blocks, scales += gap / 2 - 64 * blocks;
-        continue;
-      }
-      if (number + 1 >= end) return false;
-      ++number;
-      const bool is_shared = number < r.num_shared;
-      const Stack& stack = is_shared ? p.shared : p.routed;
-      const bool same = index >= 0 && index + 1 < stack.units &&
-                        is_shared == (number - 1 < r.num_shared);
-      if (same) {
-        // To the same place of a strip further on.
-        const int ahead = (DOWN ? 2 : 1) * stack.columns;
-        ++index;
-        if (mx) {
-          codes += 16 * int64_t(ahead - gap) - 2048 * blocks;
-          scales += (ahead - gap) / 2 - 64 * blocks;
+      const bool turn = mx && !second;
+      if (!turn) {
+        if (number + 1 >= end) return false;
+        ++number;
+        if (number > 0 && number != r.num_shared && index + 1 < units) {
+          ++index;
         } else {
-          codes += 8 * int64_t(ahead) - 1024 * blocks, scales += ahead - 128 * blocks;
+          const Unit unit = unit_of(p, r, chunks, number);
+          matrix = unit.matrix, index = unit.index;
         }
-      } else {
-        const Unit unit = unit_of(p, r, chunks, number);
-        const int warp = threadIdx.x / 32, first = first_block(stack, warp);
-        index = unit.index;
-        blocks = first_block(stack, warp + 1) - first;
-        mx = stack.globals == nullptr;
-        gap = (DOWN ? 1 : stack.units) * stack.columns;
-        const int64_t at = int64_t(unit.matrix * 2 * stack.units + (DOWN ? 2 : 1) * index) *
-                           stack.columns;
-        codes = stack.codes + at * (mx ? 16 : 8) + first * (mx ? 2048 : 1024) + 16 * lane;
-        scales = stack.scales + (mx ? at / 2 + first * 64 + 16 * lane
-                                    : at + first * 128 + 16 * (lane % 8) + (lane < 8 ? 0 : gap));
       }
-      second = false, left = blocks;
-    } while (left == 0);
+      second = turn;
+      const Stack& stack = number < r.num_shared ? p.shared : p.routed;
+      units = stack.units, mx = stack.globals == nullptr;
+      const int warp = threadIdx.x / 32, last = first_block(stack, warp + 1);
+      const int gap = (DOWN ? 1 : units) * stack.columns;
+      const int64_t at =
+          int64_t(matrix * 2 * units + (DOWN ? 2 : 1) * index) * stack.columns + (second ? gap : 0);
+      source.set(stack.codes, stack.scales, mx, at, last, gap);
+      slot = first_block(stack, warp) - last;
+    } while (slot == 0);
     return true;
   }
 
-  // Asks for the next slot's bytes; false where there are none.
+  // Asks for the next slot's bytes, to this lane's place `to`; false where there are none.
   __device__ __forceinline__ bool fill(const Params& p, const Range& r, const int4* chunks,
-                                       int end, uint32_t ring) {
-    if (left == 0 && !advance(p, r, chunks, end)) return false;
-    copy_slot(slot, codes, scales, mx, gap);
-    slot += kSlotBytes;
-    if (slot >= ring + kRingBytes) slot -= kRingBytes;
-    --left;
+                                       int end, uint32_t to) {
+    if (slot == 0 && !advance(p, r, chunks, end)) return false;
+    source.copy(slot++, to);
     return true;
   }
 };
@@ -203,42 +177,39 @@ struct Ring {
 
 // The sums of a warp's part of a unit, and its ring filled again behind it.
 template <bool DOWN, bool MX>
-__device__ __forceinline__ void accumulate(Sums<1>& sums, const Row& row, int blocks,
+__device__ __forceinline__ void accumulate(Sums& sums, const Row& row, int blocks,
                                            Stream<DOWN>& stream, Ring& ring, const Params& p,
                                            const Range& r, const int4* chunks, int end) {
   const int lane = threadIdx.x % 32;
-  Tokens<1> even[2], odd[2];
-  const auto read = [](Tokens<1>(&x)[2], const Row& from, int tile) {
-    from.load(x[0], tile), from.load(x[1], tile + 1);
-  };
+  uint4 even[2], odd[2];
   Row here = row;
-  if (blocks > 0) read(even, here, 0);
+  if (blocks > 0) here.load(even, 0);
 #pragma unroll
   for (int strip = 0; strip < (MX ? 2 : 1); ++strip) {
     here.base = row.base;
     for (int left = blocks; left > 0; --left) {
       const uint32_t codes = ring.at + 16 * lane;
       const uint32_t scales = ring.at + kSlotCodes + lane / 4 * 8;
-      read(odd, here, 2);
+      here.load(odd, 2);
       wait_all_but<kStages - 1>();
       __syncwarp();
       if constexpr (MX) {
-        multiply_mx<1, true>(sums[strip], codes, scales, 0, even, here);
+        multiply_mx(sums[strip], codes, scales, 0, even);
       } else {
-        multiply<1, true>(sums, codes, scales, 0, even, here);
+        multiply(sums, codes, scales, 0, even);
       }
       // Past the last block: what the other strip begins with.
       const uint4* then = left > 1 ? here.base + 16 : row.base;
-      here.base = then, read(even, here, 0);
+      here.base = then, here.load(even, 0);
       if constexpr (MX) {
-        multiply_mx<1, true>(sums[strip], codes, scales, 1, odd, here);
+        multiply_mx(sums[strip], codes, scales, 1, odd);
       } else {
-        multiply<1, true>(sums, codes, scales, 1, odd, here);
+        multiply(sums, codes, scales, 1, odd);
       }
       __syncwarp();
-      ring.next();
-      stream.fill(p, r, chunks, end, ring.base);
+      stream.fill(p, r, chunks, end, codes);
       end_group();
+      ring.next();
     }
   }
 }
@@ -271,7 +242,7 @@ __device__ __forceinline__ void serve(const Params& p, const Range& r, const int
       own[0] = globals_of<DOWN>(globals, stack.units, index, g);
       own[1] = globals_of<DOWN>(globals, stack.units, index, g + 8);
     }
-    Sums<1> sums = {};
+    Sums sums = {};
     if (stack.globals == nullptr) {
       accumulate<DOWN, true>(sums, row, blocks, stream, ring, p, r, chunks, end);
     } else {
@@ -281,8 +252,8 @@ __device__ __forceinline__ void serve(const Params& p, const Range& r, const int
     inbox.wait_to_write(number);
 #pragma unroll
     for (int strip = 0; strip < 2; ++strip)
-      room[(warp * 2 + strip) * 32] = make_float4(sums[strip][0][0], sums[strip][0][1],
-                                                  sums[strip][0][2], sums[strip][0][3]);
+      room[(warp * 2 + strip) * 32] =
+          make_float4(sums[strip][0], sums[strip][1], sums[strip][2], sums[strip][3]);
     inbox.written(number);
     if (!reader) continue;
     inbox.wait_to_read(number);

@@ -20,11 +20,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copies of 16 bytes a lane run behind; they are waited for in groups, oldest first.
-__device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
+// Copies run behind; they are waited for in groups, oldest first.
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int NEWER>
@@ -32,69 +28,45 @@ __device__ __forceinline__ void wait_all_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(NEWER) : "memory");
 }
 
-// A lane's part of a slot: both strips' of NVFP4 (`gap`: from the first to the second, in strips
-// times columns) or one's in MXFP8. `slot`, `codes` and `scales` are this lane's; the latter two
-// move to the next slot.
-__device__ __forceinline__ void copy_slot(uint32_t slot, const uint8_t*& codes,
-                                          const uint8_t*& scales, bool mx, int gap) {
-  const int lane = threadIdx.x % 32;
-  copy_16(slot, codes);
-  copy_16(slot + 512, codes + 512);
-  if (mx) {
-    copy_16(slot + 1024, codes + 1024);
-    copy_16(slot + 1536, codes + 1536);
-    if (lane < 4) copy_16(slot + kSlotCodes, scales);
-    codes += 2048, scales += 64;
-  } else {
-    const uint8_t* second = codes + 8 * gap;
-    copy_16(slot + 1024, second);
-    copy_16(slot + 1536, second + 512);
-    if (lane < 16) copy_16(slot + kSlotCodes, scales);
-    codes += 1024, scales += 128;
-  }
-}
-
 // Where a lane's part of slot after slot comes from, by copies without branches: the machine wants
-// three instructions before each copy that does not follow another.
+// three instructions before each copy that does not follow another. Slots are counted up to zero,
+// the end of a run, so that an address takes one instruction.
 struct SlotSource {
+  // Of the run's end.
   const uint8_t* codes;
+  const uint8_t* second;        // codes of the other strip, or tile
   const uint8_t* scales;
-  int64_t second;                // from its first codes to those of the other strip, or tile
-  int codes_step, scales_step;   // to the next slot
-  bool scaled;                   // whether this lane copies scales
+  int codes_step, scales_step;  // to the next slot
+  bool scaled;                  // whether this lane copies scales
 
-  // From block `block` of the strip that lies `at` rows times columns behind the first.
+  // To block `end` of the strip that lies `at` rows times columns behind the first; `gap`: from
+  // there to the other strip.
   __device__ __forceinline__ void set(const uint8_t* all_codes, const uint8_t* all_scales, bool mx,
-                                      int64_t at, int block, int gap) {
+                                      int64_t at, int end, int gap) {
     const int lane = threadIdx.x % 32;
     codes_step = mx ? 2048 : 1024, scales_step = mx ? 64 : 128;
     scaled = lane < (mx ? 4 : 16);
-    second = mx ? 1024 : 8 * int64_t(gap);
-    codes = all_codes + at * (mx ? 16 : 8) + block * codes_step + 16 * lane;
-    scales = all_scales + block * scales_step +
+    codes = all_codes + at * (mx ? 16 : 8) + end * codes_step + 16 * lane;
+    second = codes + (mx ? 1024 : 8 * int64_t(gap));
+    scales = all_scales + end * scales_step +
              (mx ? at / 2 + 16 * lane : at + 16 * (lane % 8) + (lane < 8 ? 0 : gap));
   }
 
-  // `slot` is the warp's; moves to the next. If `more`, 16 bytes besides.
-  __device__ __forceinline__ void copy(uint32_t slot, bool more, uint32_t more_to,
-                                       const uint8_t* more_from) {
-    const uint32_t to = slot + 16 * (threadIdx.x % 32);
+  // Slot `number`. `to`: this lane's place in it.
+  __device__ __forceinline__ void copy(int number, uint32_t to) const {
     asm volatile(
         "{\n"
-        ".reg .pred scaled, more;\n"
+        ".reg .pred scaled;\n"
         "setp.ne.u32 scaled, %4, 0;\n"
-        "setp.ne.u32 more, %5, 0;\n"
         "cp.async.cg.shared.global [%0], [%1], 16;\n"
         "cp.async.cg.shared.global [%0 + 512], [%1 + 512], 16;\n"
         "cp.async.cg.shared.global [%0 + 1024], [%2], 16;\n"
         "cp.async.cg.shared.global [%0 + 1536], [%2 + 512], 16;\n"
         "@scaled cp.async.cg.shared.global [%0 + 2048], [%3], 16;\n"
-        "@more cp.async.cg.shared.global [%6], [%7], 16;\n"
         "}\n" ::"r"(to),
-        "l"(codes), "l"(codes + second), "l"(scales), "r"(static_cast<uint32_t>(scaled)),
-        "r"(static_cast<uint32_t>(more)), "r"(more_to), "l"(more_from)
+        "l"(codes + int64_t(number) * codes_step), "l"(second + int64_t(number) * codes_step),
+        "l"(scales + int64_t(number) * scales_step), "r"(static_cast<uint32_t>(scaled))
         : "memory");
-    codes += codes_step, scales += scales_step;
   }
 };
 
@@ -145,36 +117,22 @@ __device__ __forceinline__ void expand(uint32_t word, __half2 upper, __half2 low
   a[3] = bits(__hmul2(halves(((word & 0x20072007u) * 516u) & kMask), lower));
 }
 
-// A lane's activations of 32 columns of NT times eight tokens.
-template <int NT>
-using Tokens = uint4[NT];
-
-// Where a token's activations lie, this lane's of a tile in one piece.
+// Where a token's activations lie, this lane's of a tile of 32 columns in one piece.
 struct Row {
   const uint4* base;
 
-  __device__ __forceinline__ void load(Tokens<1>& x, int tile) const { x[0] = base[4 * tile]; }
-};
-
-// Those of eights of tokens in shared memory: tile by tile, eight after eight, as lanes read them.
-template <int NT>
-struct SharedRows {
-  uint32_t at;  // of this lane
-
-  __device__ __forceinline__ void load(Tokens<NT>& x, int tile) const {
-#pragma unroll
-    for (int i = 0; i < NT; ++i) x[i] = shared_16(at + 512 * (NT * tile + i));
+  // Of two tiles.
+  __device__ __forceinline__ void load(uint4 (&x)[2], int tile) const {
+    x[0] = base[4 * tile], x[1] = base[4 * tile + 4];
   }
 };
 
-template <int NT>
-using Sums = float[2][NT][4];
+using Sums = float[2][4];  // of two strips times eight tokens
 
 // Half a slot, 64 columns, of both strips. `codes` and `scales`: this lane's of the slot's first
-// strip. Activations have been read ahead, or are read here.
-template <int NT, bool AHEAD, typename From>
-__device__ __forceinline__ void multiply(Sums<NT>& sums, uint32_t codes, uint32_t scales, int half,
-                                         Tokens<NT> (&ahead)[AHEAD ? 2 : 1], const From& rows) {
+// strip.
+__device__ __forceinline__ void multiply(Sums& sums, uint32_t codes, uint32_t scales, int half,
+                                         const uint4 (&x)[2]) {
   uint4 raw[2];
   uint32_t upper[2][2], lower[2][2];
 #pragma unroll
@@ -186,32 +144,24 @@ __device__ __forceinline__ void multiply(Sums<NT>& sums, uint32_t codes, uint32_
   }
 #pragma unroll
   for (int two = 0; two < 2; ++two) {
-    Tokens<NT>& x = ahead[AHEAD ? two : 0];
-    if (!AHEAD) rows.load(x, 2 * half + two);
 #pragma unroll
     for (int strip = 0; strip < 2; ++strip) {
       const __half2 u = halves(upper[strip][two]), l = halves(lower[strip][two]);
       uint32_t a[4];
       expand(two ? raw[strip].z : raw[strip].x, __low2half2(u), __low2half2(l), a);
-#pragma unroll
-      for (int i = 0; i < NT; ++i) mma(sums[strip][i], a, x[i].x, x[i].y);
+      mma(sums[strip], a, x[two].x, x[two].y);
       expand(two ? raw[strip].w : raw[strip].y, __high2half2(u), __high2half2(l), a);
-#pragma unroll
-      for (int i = 0; i < NT; ++i) mma(sums[strip][i], a, x[i].z, x[i].w);
+      mma(sums[strip], a, x[two].z, x[two].w);
     }
   }
 }
 
 // The same of one strip in MXFP8: two tiles of 32 columns, each with a scale for a row.
-template <int NT, bool AHEAD, typename From>
-__device__ __forceinline__ void multiply_mx(float (&sums)[NT][4], uint32_t codes, uint32_t scales,
-                                            int half, Tokens<NT> (&ahead)[AHEAD ? 2 : 1],
-                                            const From& rows) {
+__device__ __forceinline__ void multiply_mx(float (&sums)[4], uint32_t codes, uint32_t scales,
+                                            int half, const uint4 (&x)[2]) {
   const uint2 eight = shared_8(scales);
 #pragma unroll
   for (int two = 0; two < 2; ++two) {
-    Tokens<NT>& x = ahead[AHEAD ? two : 0];
-    if (!AHEAD) rows.load(x, 2 * half + two);
     const uint4 raw = shared_16(codes + 1024 * half + 512 * two);
     const int shift = 8 * (2 * half + two);
     const float upper = __uint_as_float((eight.x >> shift & 255u) << 23);
@@ -221,14 +171,11 @@ __device__ __forceinline__ void multiply_mx(float (&sums)[NT][4], uint32_t codes
     from_e4m3(raw.y, first[2], first[3]);
     from_e4m3(raw.z, second[0], second[1]);
     from_e4m3(raw.w, second[2], second[3]);
-#pragma unroll
-    for (int i = 0; i < NT; ++i) {
-      float c[4] = {};
-      mma(c, first, x[i].x, x[i].y);
-      mma(c, second, x[i].z, x[i].w);
-      sums[i][0] += upper * c[0], sums[i][1] += upper * c[1];
-      sums[i][2] += lower * c[2], sums[i][3] += lower * c[3];
-    }
+    float c[4] = {};
+    mma(c, first, x[two].x, x[two].y);
+    mma(c, second, x[two].z, x[two].w);
+    sums[0] += upper * c[0], sums[1] += upper * c[1];
+    sums[2] += lower * c[2], sums[3] += lower * c[3];
   }
 }
 

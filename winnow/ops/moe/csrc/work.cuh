@@ -39,19 +39,12 @@ struct Down {
   float* parts;  // [pairs + rows, hidden]
 };
 
-// What CTAs leave for each other where a unit is cut (tile.cuh).
-struct Handover {
-  float4* rooms;
-  int* done;
-};
-
 struct Params {
   Stack routed, shared;
   Shape shape;
   Plan plan;
   GateUp up;
   Down down;
-  Handover handover;
 };
 
 __host__ __device__ __forceinline__ int shared_chunks(const Shape& s) {
