@@ -31,7 +31,7 @@ from winnow.spec.page import RowLayout
 LAYERS, HEADS, KV_HEADS, DIM, TOPK = 60, 64, 4, 128, 16
 MULTIPROCESSORS = 132
 POOL_BYTES = 82 << 30
-SIZES = ((1, 1), (8, 1), (32, 1), (64, 1), (128, 1), (256, 1), (64, 4), (64, 8))
+SIZES = ((1, 1), (8, 1), (16, 1), (32, 1), (64, 1), (128, 1), (256, 1), (64, 4), (64, 8))
 """Requests and their rows. Contexts are 32,768 tokens, or what the pages hold."""
 TOLERANCE = 2.0**-8
 
@@ -135,15 +135,16 @@ def read_bandwidth() -> float:
 
 def measure(
     num_pages: int, layers: list[LayerPages], requests: int, rows_each: int
-) -> tuple[list[float], float, int]:
-    """Samples in microseconds, relative L2 error of some rows, splits."""
+) -> tuple[list[float], float, tuple[int, int]]:
+    """Samples in microseconds, relative L2 error of some rows, splits and groups."""
     generator = torch.Generator("cuda").manual_seed(requests)
     sets = [work(num_pages, requests, rows_each, generator) for _ in range(2)]
-    splits = hopper.splits_for(requests * rows_each * KV_HEADS, TOPK, MULTIPROCESSORS)
+    stored, pairs = layers[0].key.format.name, requests * rows_each * KV_HEADS
+    shares = hopper.shares_for(pairs, TOPK, stored, MULTIPROCESSORS)
 
     def launch(i: int) -> None:
         w = sets[i % 2]
-        hopper.attend(w.q, w.ids, w.batch, layers[i % LAYERS], w.out, splits)
+        hopper.attend(w.q, w.ids, w.batch, layers[i % LAYERS], w.out, *shares)
 
     w, checked = sets[0], sorted({0, w_last := requests * rows_each - 1, w_last // 2})
     w.out.fill_(float("nan"))
@@ -151,7 +152,7 @@ def measure(
     wrong = max(error(w.out[r].float(), plain(w, layers[0], r)) for r in checked)
     if not wrong <= TOLERANCE:
         raise SystemExit(f"{requests} x {rows_each}: relative error {wrong}, no time is reported")
-    return samples_us(launch, LAYERS if requests * rows_each <= 64 else 20), wrong, splits
+    return samples_us(launch, LAYERS if requests * rows_each <= 64 else 20), wrong, shares
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -171,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for requests, rows_each in SIZES:
         if args.only and args.only != f"{requests}x{rows_each}":
             continue
-        times, wrong, splits = measure(rows.shape[0], layers, requests, rows_each)
+        times, wrong, (splits, groups) = measure(rows.shape[0], layers, requests, rows_each)
         num_rows = requests * rows_each
         num_bytes = num_rows * TOPK * BLOCK_TOKENS * KV_HEADS * 2 * kv.nbytes(DIM)
         record = Record(
@@ -200,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "timing": "CUDA graph of launches on one layer after another; programmatic "
                 "dependent launch",
                 "splits": splits,
+                "groups": groups,
                 "num_bytes": num_bytes,
                 "relative_l2_error": wrong,
                 "read_bandwidth_bytes_per_s": bandwidth,
@@ -212,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         floor = num_bytes / bandwidth * 1e6
         print(
             f"{kv.name} {requests:4} x {rows_each}: {record.median:7.1f} us, floor {floor:6.1f}, "
-            f"{num_bytes / record.median / 1e6:5.2f} TB/s, splits {splits}, error {wrong:.1e}"
+            f"{num_bytes / record.median / 1e6:5.2f} TB/s, "
+            f"splits {splits}, groups {groups}, error {wrong:.1e}"
         )
     append(out, records)
 

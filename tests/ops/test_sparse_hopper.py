@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -78,10 +79,10 @@ def on_gpu(x: Inputs) -> Inputs:
     return Inputs(x.q.to("cuda"), x.ids.to("cuda"), batch, layer_pages(rows, layout, LAYER, scales))
 
 
-def run(x: Inputs, splits: int, dtype: torch.dtype) -> Tensor:
+def run(x: Inputs, splits: int, groups: int, dtype: torch.dtype) -> Tensor:
     """The kernel's output over an output full of NaN."""
     out = torch.full(x.q.shape, float("nan"), dtype=dtype, device="cuda")
-    hopper.attend(x.q, x.ids, x.batch, x.pages, out, splits)
+    hopper.attend(x.q, x.ids, x.batch, x.pages, out, splits, groups)
     return out.float().cpu()
 
 
@@ -99,10 +100,10 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def check(x: Inputs) -> None:
     want, device = expected(x), on_gpu(x)
-    for splits in hopper.SPLITS:
-        exact = error(run(device, splits, torch.float32), want)
-        rounded = error(run(device, splits, torch.bfloat16), want)
-        print(f"splits {splits}: fp32 {exact:.2e}, bf16 {rounded:.2e}")
+    for splits, groups in product(hopper.SPLITS, hopper.GROUPS):
+        exact = error(run(device, splits, groups, torch.float32), want)
+        rounded = error(run(device, splits, groups, torch.bfloat16), want)
+        print(f"splits {splits}, groups {groups}: fp32 {exact:.2e}, bf16 {rounded:.2e}")
         assert exact <= WEIGHTS
         assert rounded <= BF16
 
@@ -110,7 +111,7 @@ def check(x: Inputs) -> None:
 @gpu
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_output_is_the_references_within_bf16_whatever_the_splits(name: str, stored: str) -> None:
+def test_output_is_the_references_within_bf16_whatever_the_shares(name: str, stored: str) -> None:
     check(inputs(SEQUENCES[name], stored=stored))
 
 
@@ -164,23 +165,25 @@ def test_values_across_the_range_of_the_format_are_exact() -> None:
 
 @gpu
 @pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("groups", hopper.GROUPS)
 @pytest.mark.parametrize("part", ["key", "value"])
-def test_a_nan_stays_with_its_request(part: str, stored: str) -> None:
+def test_a_nan_stays_with_its_request(part: str, groups: int, stored: str) -> None:
     x = inputs((Tokens(129, 1), Tokens(700, 1)), stored=stored)
     bad = torch.full((1, SPEC.num_kv_heads, SPEC.head_dim), float("nan"))
     page = x.batch.block_tables[:1, 0]
     write(codec, getattr(x.pages, part), bad, page, torch.zeros_like(page))
-    got, want = run(on_gpu(x), 4, torch.bfloat16), expected(x)
+    got, want = run(on_gpu(x), 4, groups, torch.bfloat16), expected(x)
     assert want[0].isnan().all()
     assert error(got, want) <= BF16
 
 
 @gpu
-def test_ids_after_the_position_are_not_followed() -> None:
+@pytest.mark.parametrize("groups", hopper.GROUPS)
+def test_ids_after_the_position_are_not_followed(groups: int) -> None:
     x = inputs((Tokens(300, 1),))
     stale = x.ids.clone()
     stale[:, :, 3:5] = torch.tensor([3, 1 << 30])
-    got, want = run(on_gpu(replace(x, ids=stale)), 2, torch.bfloat16), expected(x)
+    got, want = run(on_gpu(replace(x, ids=stale)), 2, groups, torch.bfloat16), expected(x)
     assert error(got, want) <= BF16
 
 
@@ -189,13 +192,13 @@ def test_a_graph_follows_lengths_and_ids_and_repeats_bit_for_bit() -> None:
     x = inputs((Tokens(900, 1), Tokens(700, 1)))
     shorter = replace(x.batch, positions=torch.tensor([129, 0]), kv_lens=torch.tensor([130, 0]))
     ids = random_ids(shorter, SPEC.num_kv_heads, TOPK, torch.Generator().manual_seed(1))
-    for splits in hopper.SPLITS:
+    for splits, groups in product(hopper.SPLITS, hopper.GROUPS):
         device, later = on_gpu(x), on_gpu(replace(x, batch=shorter, ids=ids))
-        want = [run(v, splits, torch.bfloat16) for v in (device, later)]
+        want = [run(v, splits, groups, torch.bfloat16) for v in (device, later)]
         out = torch.full_like(device.q, float("nan"))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            hopper.attend(device.q, device.ids, device.batch, device.pages, out, splits)
+            hopper.attend(device.q, device.ids, device.batch, device.pages, out, splits, groups)
         for _ in range(3):
             graph.replay()
             assert torch.equal(out.float().cpu(), want[0])
@@ -226,18 +229,32 @@ def test_a_code_times_a_scale_is_exact_in_the_fp16_of_the_kernel() -> None:
     assert np.array_equal(products.astype(np.float64), want)
 
 
-def test_splits_fill_the_gpu_and_never_outnumber_the_blocks() -> None:
-    pairs = (0, 1, 4, 16, 32, 64, 128, 256, 1024)
-    assert [hopper.splits_for(n, 16, 132) for n in pairs] == [16, 16, 16, 8, 4, 2, 2, 1, 1]
-    assert hopper.splits_for(4, 5, 132) == 4
-    assert hopper.splits_for(4, 1, 132) == 1
+def test_one_group_fills_the_gpu_where_pairs_are_few_or_many() -> None:
+    found = [hopper.shares_for(n, 16, "nvfp4", 132) for n in (0, 1, 4, 16, 26, 265, 1024)]
+    assert found == [(16, 1), (16, 1), (16, 1), (8, 1), (4, 1), (1, 1), (1, 1)]
+
+
+def test_two_groups_serve_as_many_pairs_as_have_room_at_once() -> None:
+    assert [hopper.shares_for(n, 16, "nvfp4", 132)[0] for n in (27, 66, 67, 264)] == [2, 2, 1, 1]
+    assert [hopper.shares_for(n, 16, "fp8", 132)[0] for n in (27, 66, 67, 132)] == [2, 2, 1, 1]
+    for stored, pairs in product(STORED, range(400)):
+        groups = hopper.shares_for(pairs, 16, stored, 132)[1]
+        assert groups == (2 if 26 < pairs <= (264 if stored == "nvfp4" else 132) else 1)
+
+
+@pytest.mark.parametrize("topk", range(1, 17))
+def test_no_group_is_without_a_block(topk: int) -> None:
+    for stored, pairs in product(STORED, range(300)):
+        splits, groups = hopper.shares_for(pairs, topk, stored, 132)
+        assert splits in hopper.SPLITS
+        assert splits * groups <= topk
 
 
 def test_what_the_kernel_cannot_take_is_refused_with_numbers() -> None:
     x = inputs((Tokens(5, 1),))
     out = torch.empty(x.q.shape)
     with pytest.raises(UnsupportedError, match=r"not torch.float32 and nvfp4"):
-        hopper.attend(x.q.float(), x.ids, x.batch, x.pages, out, 1)
+        hopper.attend(x.q.float(), x.ids, x.batch, x.pages, out, 1, 1)
     wide = torch.full((1, SPEC.num_kv_heads, 33), -1, dtype=torch.int32)
     with pytest.raises(UnsupportedError, match=r"not 128, 16 and 33"):
-        hopper.attend(x.q, wide, x.batch, x.pages, out, 1)
+        hopper.attend(x.q, wide, x.batch, x.pages, out, 1, 1)

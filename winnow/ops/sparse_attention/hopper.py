@@ -34,13 +34,17 @@ FEW_ROWS = 184
 block that may be listed allows one row more, as measured, up to `MOST_FEW_ROWS`."""
 MOST_FEW_ROWS = 512
 SPLITS = (1, 2, 4, 8, 16)
+GROUPS = (1, 2)
+"""Of four warps in a CTA; each group has blocks of its own."""
+_ROOM = {"nvfp4": 2, "fp8": 1, "bf16": 1}
+"""CTAs of two groups on a multiprocessor: what registers or shared memory allow."""
 _FORMATS = {"bf16": 1, "fp8": 2, "nvfp4": 3}
 
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "winnow_sparse_decode": (
         *(_P, _N, _N, _P, _P, _P, _P, _P, _N, _P, _N, _N, _I, _P, _I),
-        *(_N, _I, _I, _I, _F, _F, _I, _P),
+        *(_N, _I, _I, _I, _F, _F, _I, _I, _P),
     )
 }
 
@@ -51,8 +55,8 @@ def sparse_attention(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) ->
     most."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rows, kv_heads, topk = ids.shape
-    splits = splits_for(rows * kv_heads, topk, _multiprocessors(q.device))
-    attend(q, ids, batch, pages, out, splits)
+    stored, processors = pages.key.format.name, _multiprocessors(q.device)
+    attend(q, ids, batch, pages, out, *shares_for(rows * kv_heads, topk, stored, processors))
     return out
 
 
@@ -64,18 +68,26 @@ def takes(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) -> bool:
     return q.shape[0] <= most and _refusal(q, pages, group, topk) is None
 
 
-def splits_for(pairs: int, topk: int, multiprocessors: int) -> int:
-    """CTAs that share the blocks of one of `pairs` (row, KV head), more while they are few: one on
-    every multiprocessor, two where that leaves a pair undivided. The fastest, as measured."""
+def shares_for(pairs: int, topk: int, stored: str, multiprocessors: int) -> tuple[int, int]:
+    """CTAs that share the blocks of one of `pairs` (row, KV head), and groups of warps in each.
+
+    The fastest, as measured. Two groups where all CTAs have room at once and the pairs are not so
+    few that clusters of more than two serve them better. Else one group, and more CTAs while pairs
+    are few: one on every multiprocessor, two where that leaves a pair undivided.
+    """
+    splits = 1 if 2 * pairs > multiprocessors else 2
+    room = _ROOM.get(stored, 0) * multiprocessors
+    if multiprocessors < 5 * pairs and splits * pairs <= room and 2 * splits <= topk:
+        return splits, 2
     wanted = max(multiprocessors // max(pairs, 1), 2 if pairs <= multiprocessors else 1)
-    return max((s for s in SPLITS if s <= min(wanted, topk)), default=1)
+    return max((s for s in SPLITS if s <= min(wanted, topk)), default=1), 1
 
 
 def attend(
-    q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages, out: Tensor, splits: int
+    q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages, out: Tensor, splits: int, groups: int
 ) -> None:
     """`sparse_attention` into `out` [rows, heads, 128], contiguous, bf16 or fp32 (the sums before
-    they are rounded), with `splits` CTAs for a row and KV head."""
+    they are rounded), with `splits` CTAs of `groups` groups for a row and KV head."""
     rows, kv_heads, topk = ids.shape
     heads, dim = q.shape[1:]
     _check(q, pages, heads // kv_heads, topk)
@@ -91,8 +103,8 @@ def attend(
         codes.data_ptr(), codes.stride(0) * codes.itemsize, codes.stride(1) * codes.itemsize,
         _FORMATS[pages.key.format.name], out.data_ptr(), out.dtype is torch.float32,
         rows, kv_heads, heads // kv_heads, topk,
-        math.log2(math.e) * dim**-0.5 * pages.key.global_scale, pages.value.global_scale, splits,
-        torch.cuda.current_stream(q.device).cuda_stream,
+        math.log2(math.e) * dim**-0.5 * pages.key.global_scale, pages.value.global_scale,
+        splits, groups, torch.cuda.current_stream(q.device).cuda_stream,
     )  # fmt: skip
     if error:
         raise RuntimeError(f"sparse decode did not launch: CUDA error {error}")

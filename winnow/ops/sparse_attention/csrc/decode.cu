@@ -2,8 +2,9 @@
 //
 // A cluster serves one (row, KV head): its query heads are the M = 16 rows of mma.m16n8k16 (fp32
 // sums). A block's K and V are one contiguous piece of a page row, brought by bulk copies a stage
-// at a time; each of a CTA's four warps takes a quarter of a stage's tokens. With many pairs a
-// cluster is one CTA; with few, its CTAs share the pair's blocks and push their results into each
+// at a time; each of four warps takes a quarter of a stage's tokens. A CTA is one such group of
+// warps, or two that take blocks in turn where a multiprocessor has room for them. With many pairs
+// a cluster is one CTA; with few, its CTAs share the pair's blocks and push their results into each
 // other's shared memory. Nothing stays in global memory between launches.
 //
 // What hangs on the storage format is in decode_nvfp4.cuh and decode_wide.cuh.
@@ -11,29 +12,10 @@
 #include <algorithm>
 
 #include "decode_nvfp4.cuh"
+#include "decode_queries.cuh"
 #include "decode_wide.cuh"
 
 namespace {
-
-constexpr int kChunks = kHeads * kDim / 4;  // float4s of one result
-constexpr int kInboxBytes = kChunks * (16 + 8);  // and each one's largest score and sum
-
-struct Params {
-  const __nv_bfloat16* q;
-  const int32_t* ids;
-  const int64_t* positions;
-  const int64_t* row_request;
-  const int64_t* kv_lens;
-  const int64_t* block_tables;
-  const uint8_t* pages;
-  void* out;
-  int64_t q_row, q_head;           // elements
-  int64_t table_width;             // blocks
-  int64_t page_bytes, head_bytes;  // strides
-  int pairs, kv_heads, group, topk;  // pairs of a row and a KV head
-  float score_scale;  // log2(e) / sqrt(dim) * global scale of K
-  float value_scale;  // global scale of V
-};
 
 // Where lane (g, t) writes and a reader finds float4 `chunk` of a head's 128 sums: bank conflicts
 // between the heads g, g + 1 and the four t go away.
@@ -65,91 +47,27 @@ __device__ __forceinline__ void finish(Out* out, int chunk, const Params& p, flo
   if (chunk / 32 < p.group) store(out + 4 * chunk, p.value_scale * (over * o));
 }
 
-template <typename F>
-struct Shared {
-  union {
-    uint8_t stages[kStages][F::kStageBytes];
-    float4 sums[kWarps][kChunks];  // once the last piece has been read
-  };
-  uint4 queries[8][32];  // fragments of every contraction step and lane
-  float largest[kWarps][kHeads], m[kWarps][kHeads], l[kWarps][kHeads];
-  const uint8_t* sources[32];
-  uint64_t full[kStages], merged;
-  int leavers[kStages];
-};
-
-struct Inbox {  // from the CTAs of the cluster, and each one's largest score and sum
-  float4 sums[kChunks];
-  float2 weights[kChunks];
-};
-
-// The queries of rows g and g + 8 as the products take them. A warp prepares two of the eight
-// contraction steps. `c` becomes what these rows' scores are multiplied by.
-//
-// For products in fp16 each head is scaled by a power of two that brings its largest value to 2^13:
-// whatever the range of the queries, none overflows and bf16's bits are kept.
-template <typename F>
-__device__ __forceinline__ void prepare_queries(const Params& p, Shared<F>& shared, int64_t row,
-                                                int head, float (&c)[2]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  uint4 raw[2];
+// Of PARTS partial results, one a lane with its largest score and sum of weights: `m` and `l` of
+// all together, and the weight of this lane's.
+template <int PARTS>
+__device__ __forceinline__ float weigh(float own_m, float own_l, float& m, float& l) {
+  m = own_m;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int member = g + 8 * h;
-    const __nv_bfloat16* q =
-        p.q + row * p.q_row + (head * p.group + member) * p.q_head + F::first_dim(warp, t);
-    raw[h] = member < p.group ? *reinterpret_cast<const uint4*>(q) : make_uint4(0, 0, 0, 0);
-  }
-  uint32_t a[2][4];
-  if constexpr (F::kWideQueries) {
-    c[0] = c[1] = p.score_scale;
+  for (int i = 1; i < PARTS; i *= 2) m = fmaxf(m, __shfl_xor_sync(kAll, m, i));
+  const float weight = exp2_approx(own_m - m);
+  l = weight * own_l;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      a[0][h] = raw[h].x, a[0][2 + h] = raw[h].y;
-      a[1][h] = raw[h].z, a[1][2 + h] = raw[h].w;
-    }
-  } else {
-    float x[2][8];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      widen(raw[h], x[h]);
-      float largest = fabsf(x[h][0]);
-#pragma unroll
-      for (int i = 1; i < 8; ++i) largest = fmaxf(largest, fabsf(x[h][i]));
-      largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, 2));
-      if (t == 0) shared.largest[warp][g + 8 * h] = largest;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float largest = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, shared.largest[w][g + 8 * h]);
-      const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23), 14), 253);
-      const float factor = __uint_as_float(static_cast<uint32_t>(267 - exponent) << 23);
-      // Over the factor, and 2^kShift for how K is computed with.
-      c[h] = p.score_scale *
-             __uint_as_float(static_cast<uint32_t>(exponent - 13 + F::kShift) << 23);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        a[j / 2][2 * (j % 2) + h] = pack(x[h][F::low(j)] * factor, x[h][F::high(j)] * factor);
-      }
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    shared.queries[2 * warp + k][lane] = make_uint4(a[k][0], a[k][1], a[k][2], a[k][3]);
-  }
-  __syncthreads();
+  for (int i = 1; i < PARTS; i *= 2) l += __shfl_xor_sync(kAll, l, i);
+  return weight;
 }
 
-template <typename F, typename Out>
-__global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) {
+template <typename F, typename Out, int GROUPS>
+__global__ void __launch_bounds__(32 * kWarps * GROUPS, F::kCtas / GROUPS) decode(const Params p) {
+  constexpr int kTeam = GROUPS * kWarps;
   constexpr int kParts = kBlock / F::kStageTokens;  // stages of a block
   extern __shared__ __align__(128) uint8_t memory[];
-  auto& shared = *reinterpret_cast<Shared<F>*>(memory);
-  auto& inbox = *reinterpret_cast<Inbox*>(memory + (sizeof(Shared<F>) + 127) / 128 * 128);
+  auto& shared = *reinterpret_cast<Shared<F, GROUPS>*>(memory);
+  auto& inbox = *reinterpret_cast<Inbox*>(memory + kAlone<F, GROUPS>);
   int splits, rank;
   asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(splits));
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -157,16 +75,28 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
   const int head = pair % p.kv_heads;
   const int64_t row = pair / p.kv_heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t full = shared_address(shared.full), stages = shared_address(shared.stages);
+  const int group = GROUPS == 1 ? 0 : warp / kWarps;
+  const uint32_t full = shared_address(shared.full[group]);
+  const uint32_t left = shared_address(shared.left[group]);
+  const uint32_t stages = shared_address(shared.stages[group]);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(full + 8 * i, 1);
-      shared.leavers[i] = 0;
+    for (int i = 0; i < GROUPS * kStages; ++i) {
+      barrier_init(shared_address(&shared.full[0][i]), 1);
+      shared.leavers[0][i] = 0;
+      if (kEveryLaneArrives) barrier_init(shared_address(&shared.left[0][i]), 32 * kWarps);
     }
     barrier_init(shared_address(&shared.merged), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    barrier_expect(shared_address(&shared.merged), kInboxBytes);
+    barrier_expect(shared_address(&shared.merged), sizeof(Inbox));
+    // While the launch before this one runs: what is read first after the wait, and the constants
+    // that say where it lies.
+    prefetch(p.ids + pair * int64_t{p.topk});
+    prefetch(p.positions + row);
+    prefetch(p.row_request + row);
+    prefetch(p.kv_lens);
+    prefetch(p.block_tables);
+    prefetch(p.q + row * p.q_row + head * p.group * p.q_head);
   }
   __syncthreads();
   if (splits > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -174,8 +104,8 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
-  // Lane i knows the i-th block of this CTA: the ranks take blocks in turn.
-  const int at = rank + lane * splits;
+  // Lane i knows the i-th block of this group: those of all ranks take blocks in turn.
+  const int at = rank * GROUPS + group + lane * splits * GROUPS;
   const int64_t id = at < p.topk ? p.ids[pair * int64_t{p.topk} + at] : -1;
   const int64_t position = p.positions[row], request = p.row_request[row];
   const bool listed = id >= 0 && id * kBlock <= position && id < p.table_width;
@@ -188,11 +118,11 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
       kAll, static_cast<int>(min(position + 1 - id * kBlock, int64_t{kBlock})), max(count - 1, 0));
   const int parts = (last_limit + F::kStageTokens - 1) / F::kStageTokens;  // of the last block
   const int total = count ? (count - 1) * kParts + parts : 0;
-  if (warp == 0) {
+  if (warp == group * kWarps) {
     const uint8_t* source = nullptr;
     if (visible) {
       source = p.pages + page * p.page_bytes + head * p.head_bytes;
-      shared.sources[lane] = source;
+      shared.sources[group][lane] = source;
     }
     if constexpr (F::kOneCopy) {
       if (lane < min(kStages, total)) {
@@ -208,7 +138,7 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
     }
   }
   float c[2];
-  prepare_queries<F>(p, shared, row, head, c);
+  prepare_queries(p, shared, row, head, c);
 
   const uint32_t queries = shared_address(&shared.queries[0][lane]);
   Running r;
@@ -216,7 +146,8 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
     const int slot = i % kStages;
     const int limit = i == total - 1 ? last_limit - (parts - 1) * F::kStageTokens : F::kStageTokens;
     barrier_wait(full + 8 * slot, (i / kStages) & 1);
-    F::attend(stages + slot * F::kStageBytes, limit, queries, c, r);
+    F::template attend<GROUPS>(stages + slot * F::kStageBytes, limit, queries, c, r);
+    if (kEveryLaneArrives) barrier_arrive(left + 8 * slot);
     __syncwarp();
     constexpr bool kOne = F::kOneCopy;
     if (i + kStages < total && (!kOne || lane == 0)) {
@@ -225,14 +156,15 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
       if (lane == 0) {
         asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
                      : "=r"(before)
-                     : "r"(shared_address(&shared.leavers[slot]))
+                     : "r"(shared_address(&shared.leavers[group][slot]))
                      : "memory");
       }
       if constexpr (!kOne) before = __shfl_sync(kAll, before, 0);
       if (before % kWarps == kWarps - 1) {
+        if (kEveryLaneArrives) barrier_wait(left + 8 * slot, (i / kStages) & 1);
         const int next = i + kStages;
-        F::fetch(stages + slot * F::kStageBytes, shared.sources[next / kParts], next % kParts,
-                 full + 8 * slot);
+        F::fetch(stages + slot * F::kStageBytes, shared.sources[group][next / kParts],
+                 next % kParts, full + 8 * slot);
       }
     }
   }
@@ -252,46 +184,48 @@ __global__ void __launch_bounds__(32 * kWarps, F::kCtas) decode(const Params p) 
   }
   __syncthreads();
   Out* out = static_cast<Out*>(p.out) + int64_t{pair} * p.group * kDim;
-  const int share = kChunks / splits;  // float4s of the result that each CTA writes
+  const int heads = kHeads >> (__ffs(splits) - 1);  // that each CTA writes
   // The other CTAs' inboxes are ready once they have begun.
   if (splits > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  // A warp's heads are every kTeam-th. Half a warp weighs all warps' parts of them.
+  const int part = lane % kTeam, weighed = warp + lane % kHeads / kTeam * kTeam;
+  float m, l;
+  const float weight = weigh<kTeam>(shared.m[part][weighed], shared.l[part][weighed], m, l);
 #pragma unroll
-  for (int n = 0; n < kChunks / (32 * kWarps); ++n) {
-    const int i = threadIdx.x + n * 32 * kWarps, member = i / 32, from = place(member, lane);
-    float m = shared.m[0][member], l = 0.0f;
+  for (int n = 0; n < kHeads / kTeam; ++n) {
+    const int member = warp + n * kTeam, from = place(member, lane);
     float4 o = make_float4(0, 0, 0, 0);
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) m = fmaxf(m, shared.m[w][member]);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float weight = exp2_approx(shared.m[w][member] - m);
-      l += weight * shared.l[w][member];
-      add(o, weight * shared.sums[w][from]);
+    for (int w = 0; w < kTeam; ++w) {
+      add(o, __shfl_sync(kAll, weight, n * kTeam + w) * shared.sums[w][from]);
     }
+    const float all_m = __shfl_sync(kAll, m, n * kTeam), all_l = __shfl_sync(kAll, l, n * kTeam);
     if (splits == 1) {
-      finish(out, i, p, o, l);
+      finish(out, 32 * member + lane, p, o, all_l);
     } else {
-      const int owner = i / share, to = rank * share + i % share;
+      const int owner = member * splits / kHeads, to = rank * heads + (member & (heads - 1));
       const uint32_t bar = at_rank(shared_address(&shared.merged), owner);
-      push(at_rank(shared_address(&inbox.sums[to]), owner), o, bar);
-      push(at_rank(shared_address(&inbox.weights[to]), owner), make_float2(m, l), bar);
+      push(at_rank(shared_address(&inbox.sums[32 * to + lane]), owner), o, bar);
+      if (lane == 0) {
+        push(at_rank(shared_address(&inbox.weights[to]), owner), make_float2(all_m, all_l), bar);
+      }
     }
   }
   if (splits == 1) return;
 
   // Merge the CTAs: each writes its share.
   barrier_wait_cluster(shared_address(&shared.merged), 0);
-  for (int i = threadIdx.x; i < share; i += 32 * kWarps) {
-    float m = kNothing, l = 0.0f;
+  for (int member = warp; member < heads; member += kTeam) {
+    const int sender = lane % kHeads;
+    float2 own = make_float2(kNothing, 0.0f);
+    if (sender < splits) own = inbox.weights[sender * heads + member];
+    const float weight = weigh<kHeads>(own.x, own.y, m, l);
     float4 o = make_float4(0, 0, 0, 0);
-    for (int from = 0; from < splits; ++from) m = fmaxf(m, inbox.weights[from * share + i].x);
+#pragma unroll 2
     for (int from = 0; from < splits; ++from) {
-      const float2 weights = inbox.weights[from * share + i];
-      const float weight = exp2_approx(weights.x - m);
-      l += weight * weights.y;
-      add(o, weight * inbox.sums[from * share + i]);
+      add(o, __shfl_sync(kAll, weight, from) * inbox.sums[32 * (from * heads + member) + lane]);
     }
-    finish(out, rank * share + i, p, o, l);
+    finish(out, 32 * (rank * heads + member) + lane, p, o, l);
   }
 }
 
@@ -315,10 +249,10 @@ cudaError_t even_share(int ctas, int* bytes, int* most) {
   return cudaSuccess;
 }
 
-template <typename F, typename Out>
+template <typename F, typename Out, int GROUPS>
 cudaError_t launch(const Params& p, int splits, cudaStream_t stream) {
-  constexpr int kAlone = (sizeof(Shared<F>) + 127) / 128 * 128, kBytes = kAlone + sizeof(Inbox);
-  auto* kernel = decode<F, Out>;
+  constexpr int kShared = kAlone<F, GROUPS>;
+  auto* kernel = decode<F, Out, GROUPS>;
   int bytes, most;
   cudaError_t error = even_share(p.pairs, &bytes, &most);
   if (error == cudaSuccess) {
@@ -336,27 +270,33 @@ cudaError_t launch(const Params& p, int splits, cudaStream_t stream) {
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(p.pairs * splits);
-  config.blockDim = dim3(32 * kWarps);
+  config.blockDim = dim3(32 * kWarps * GROUPS);
   // A cluster needs as many free multiprocessors side by side: it must not be kept from sharing.
-  config.dynamicSmemBytes = splits > 1 ? kBytes : std::max(kAlone, bytes);
+  config.dynamicSmemBytes = splits > 1 ? kShared + int{sizeof(Inbox)} : std::max(kShared, bytes);
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 
+template <typename F, int GROUPS>
+cudaError_t launch(const Params& p, bool fp32_out, int splits, cudaStream_t stream) {
+  return fp32_out ? launch<F, float, GROUPS>(p, splits, stream)
+                  : launch<F, __nv_bfloat16, GROUPS>(p, splits, stream);
+}
+
 template <typename F>
-cudaError_t launch(Params& p, bool fp32_out, int splits, cudaStream_t stream) {
+cudaError_t launch(Params& p, bool fp32_out, int splits, int groups, cudaStream_t stream) {
   p.value_scale *= 1 << F::kShift;
-  return fp32_out ? launch<F, float>(p, splits, stream)
-                  : launch<F, __nv_bfloat16>(p, splits, stream);
+  return groups == 1 ? launch<F, 1>(p, fp32_out, splits, stream)
+                     : launch<F, 2>(p, fp32_out, splits, stream);
 }
 
 }  // namespace
 
 // Launches on `stream`; returns a cudaError_t. `format`: 1 bf16, 2 fp8, 3 nvfp4. `splits`, the CTAs
-// of a (row, KV head): 1, 2, 4, 8 or 16. `pages` is where the layer's first KV head begins in page 0.
-// `out` is contiguous.
+// of a (row, KV head): 1, 2, 4, 8 or 16; `groups` of four warps in each: 1 or 2. `pages` is where
+// the layer's first KV head begins in page 0. `out` is contiguous.
 extern "C" int winnow_sparse_decode(const void* q, int64_t q_row, int64_t q_head, const void* ids,
                                     const void* positions, const void* row_request,
                                     const void* kv_lens, const void* block_tables,
@@ -364,7 +304,7 @@ extern "C" int winnow_sparse_decode(const void* q, int64_t q_row, int64_t q_head
                                     int64_t head_bytes, int format, void* out, int fp32_out,
                                     int64_t rows, int kv_heads, int group, int topk,
                                     float score_scale, float value_scale, int splits,
-                                    void* stream) {
+                                    int groups, void* stream) {
   Params p;
   p.q = static_cast<const __nv_bfloat16*>(q);
   p.ids = static_cast<const int32_t*>(ids);
@@ -383,9 +323,10 @@ extern "C" int winnow_sparse_decode(const void* q, int64_t q_row, int64_t q_head
   const auto s = static_cast<cudaStream_t>(stream);
   const bool wide = fp32_out != 0;
   switch (format) {
-    case 1: return launch<Wide<true>>(p, wide, splits, s);
-    case 2: return launch<Wide<false>>(p, wide, splits, s);
-    case 3: return launch<Nvfp4>(p, wide, splits, s);
+    case 1: return launch<Wide<true>>(p, wide, splits, groups, s);
+    case 2: return launch<Wide<false>>(p, wide, splits, groups, s);
+    case 3: return launch<Nvfp4>(p, wide, splits, groups, s);
     default: return cudaErrorInvalidValue;
   }
 }
+

@@ -18,6 +18,15 @@ constexpr float kNothing = -1.5e38f;  // below any score, and finite: exp2(-inf 
 constexpr float kLazy = 14.0f;        // weights may reach 2^14 before the sums are rescaled
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
+// A slot's refill hangs on a counter of the warps that have left it, which compute-sanitizer's
+// racecheck does not follow. In the build for it every lane also arrives at a barrier of the slot,
+// and the refill waits for that too.
+#ifdef WINNOW_EVERY_LANE_ARRIVES
+constexpr bool kEveryLaneArrives = true;
+#else
+constexpr bool kEveryLaneArrives = false;
+#endif
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -49,6 +58,10 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, int parity) {
       "}\n" ::"r"(bar),
       "r"(parity)
       : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
 __device__ __forceinline__ void barrier_expect(uint32_t bar, int bytes) {
@@ -84,6 +97,17 @@ __device__ __forceinline__ void copy(uint32_t to, const void* from, int bytes, u
           to),
       "l"(from), "r"(bytes), "r"(bar)
       : "memory");
+}
+
+// Into L2, where other launches' writes are seen whenever they come.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// Which of its group's four warps this is.
+template <int GROUPS>
+__device__ __forceinline__ int warp_in_group() {
+  return GROUPS == 1 ? threadIdx.x / 32 : threadIdx.x / 32 % kWarps;
 }
 
 // Shared memory by 32-bit addresses: a generic pointer costs its base again at every use.

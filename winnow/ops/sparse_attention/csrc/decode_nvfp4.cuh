@@ -67,9 +67,11 @@ struct Nvfp4 {
   static __device__ __forceinline__ int column(int n) { return n / 4; }
 
   // A warp's tokens of a stage of which `limit` are seen. `queries`: the lane's fragments.
+  template <int GROUPS>
   static __device__ __forceinline__ void attend(uint32_t stage, int limit, uint32_t queries,
                                                 const float (&c)[2], Running& r) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = warp_in_group<GROUPS>();
     const int first = warp * kTokens;
     if (limit < kBlock) {
       // Whatever lies in V after the row's position: codes are finite, so zero scales undo it. Only

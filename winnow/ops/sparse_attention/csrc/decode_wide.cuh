@@ -65,9 +65,11 @@ struct Wide {
   }
   static __device__ __forceinline__ int column(int n) { return BF16 ? n / 2 % 2 : n / 4; }
 
+  template <int GROUPS>
   static __device__ __forceinline__ void attend(uint32_t stage, int limit, uint32_t queries,
                                                 const float (&c)[2], Running& r) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = warp_in_group<GROUPS>();
     const int first = warp * kTiles;  // tile
     if (limit < kStageTokens) clear_unseen(stage + kValues, first, limit, lane);
     float s[kTiles][4] = {};
