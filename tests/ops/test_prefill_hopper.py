@@ -36,6 +36,7 @@ STORED = ("bf16", "fp8", "nvfp4")
 SEQUENCES = {
     "one request": (Tokens(300, 300),),
     "long past": (Tokens(4500, 70),),
+    "early and late rows": (Tokens(8260, 140),),
     "ragged": (Tokens(260, 130), Tokens(1300, 70), Tokens(0, 3), Tokens(1000, 1), Tokens(257, 17)),
     "edges": tuple(Tokens(n, min(n, 9)) for n in (1, 2, 127, 128, 129, 130, 511, 512, 513, 2500)),
     "single rows": tuple(Tokens(1 + 53 * i % 700 if i % 5 else 0, 1) for i in range(70)),
@@ -120,6 +121,22 @@ def test_small_scratch_gives_the_same_bits(
     row = TOPK * hopper.GROUP * hopper.HEAD_DIM * 2
     monkeypatch.setattr(hopper, "SCRATCH_BYTES", rows_at_a_time * row * 16)
     assert torch.equal(run(x), want)
+
+
+@gpu
+@pytest.mark.parametrize("stored", STORED)
+def test_a_row_gives_the_same_bits_beside_any_others(stored: str) -> None:
+    x = inputs((Tokens(2180, 150),), stored).to("cuda")
+    want = run(x)
+    for first, end in ((0, 150), (3, 70), (64, 150), (100, 101)):
+        batch = replace(
+            x.batch,
+            positions=x.batch.positions[first:end].contiguous(),
+            row_request=x.batch.row_request[first:end].contiguous(),
+            row_starts=torch.tensor([0, end - first], device="cuda"),
+        )
+        few = replace(x, q=x.q[first:end], ids=x.ids[first:end], batch=batch)
+        assert torch.equal(run(few), want[first:end])
 
 
 @gpu

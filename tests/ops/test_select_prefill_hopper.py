@@ -28,6 +28,7 @@ BATCHES = (
     (Tokens(9000, 300), Tokens(0, 1), Tokens(5000, 33), Tokens(130, 130), Tokens(2049, 1)),
     (Tokens(3000, 3000), Tokens(20_000, 9)),
     (Tokens(2500, 64), Tokens(2500, 65), Tokens(2500, 127)),
+    (*(Tokens(1 + i % 2, 1) for i in range(200)), Tokens(4000, 2700), *(Tokens(2200, 9),) * 10),
 )
 
 
@@ -104,6 +105,14 @@ def test_ragged_batches_select_what_the_general_kernels_do(
 
     given = to_device(arguments(index, *tokens), "cuda")
     assert torch.equal(select_blocks(**given), general(**given))
+
+
+@needs_hopper
+def test_of_equal_scores_the_lower_blocks_win() -> None:
+    given = arguments("nvfp4", Tokens(3000, 40), Tokens(20_000, 9))
+    given["index_q"].zero_()
+    want = reference(**given)
+    assert torch.equal(select_blocks(**to_device(given, "cuda")).cpu(), want)
 
 
 @needs_hopper

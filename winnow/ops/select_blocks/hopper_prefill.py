@@ -45,7 +45,7 @@ _SIGNATURES = {
         *(_P, _P, _N, _I),
         *(_P, _N, _N, _I),
         *(_P, _P, _P, _P, _P, _N, _I, _I, _I),
-        *(_I, _I, _P, _P, _N, _I, _I, _I, _P, _P),
+        *(_I, _I, _P, _P, _N, _P, _I, _I, _I, _P, _P),
     ),
 }
 
@@ -81,9 +81,10 @@ def select_blocks(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Ten
     scores = torch.empty(at_once * heads, stride, dtype=torch.float32, device=device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     scales = index.codes if index.scales is None else index.scales
+    tiles = -(-at_once * heads // _TILE_COLUMNS) + batch.num_requests - 1
+    plan = torch.empty(5 * tiles + 2 * (processors + 1), dtype=torch.int32, device=device)
     for first in range(0, rows, at_once):
         end = min(first + at_once, rows)
-        tiles = -(-(end - first) * heads // _TILE_COLUMNS) + batch.num_requests - 1
         error = _library().winnow_select_prefill(
             index.codes.data_ptr(), scales.data_ptr(), _page_bytes(index), _FORMATS[index.format],
             index_q.data_ptr(), index_q.stride(0), index_q.stride(1), heads,
@@ -91,7 +92,7 @@ def select_blocks(index_q: Tensor, index: Paged, batch: Batch, topk: int) -> Ten
             batch.row_starts.data_ptr(), batch.kv_lens.data_ptr(),
             batch.block_tables.data_ptr(), batch.block_tables.stride(0),
             batch.num_requests, max_blocks, topk, first, end,
-            images.data_ptr(), scores.data_ptr(), stride, tiles, max(1, processors // tiles),
+            images.data_ptr(), scores.data_ptr(), stride, plan.data_ptr(), tiles, processors,
             first > 0, ids.data_ptr(), torch.cuda.current_stream(device).cuda_stream,
         )  # fmt: skip
         torch.cuda.check_error(error)

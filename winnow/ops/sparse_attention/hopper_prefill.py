@@ -40,7 +40,7 @@ MIN_ROWS = 64
 SCRATCH_BYTES = 1 << 30
 """Most that partial results may take at a time; 8,192 rows of two KV heads at 16 blocks."""
 MAX_BINS = 1 << 24
-"""(KV head, request, block)s of a call: two int32 each."""
+"""(KV head, request, block)s of a call: three int32 each."""
 FORMATS = {BF16: 0, FP8: 1, NVFP4: 2}
 
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -54,11 +54,13 @@ class _Lists(ctypes.Structure):
         ("table_width", _N),
         *(
             (name, ctypes.c_int32)
-            for name in ("rows", "requests", "kv_heads", "topk", "group_heads", "max_tiles")
+            for name in (
+                *("rows", "requests", "kv_heads", "topk", "group_heads", "max_tiles", "ctas"),
+            )
         ),
         *(
             (name, _P)
-            for name in ("counts", "first_tile", "ranks", "entries", "tile_bins", "num_tiles")
+            for name in ("counts", "first_tile", "ranks", "entries", "tile_bins", "shares")
         ),
     )
 
@@ -114,9 +116,10 @@ def row_chunks(rows: int, topk: int) -> list[tuple[int, int]]:
 class Chunk:
     """Some rows of a call and their scratch; its launches are asked for in order.
 
-    `first_tile`, `counts` int32 [kv_heads, requests, table width]; `ranks` int32 like ids;
-    `entries` int32 [groups, max tiles, 4]; `tile_bins` int32 [groups, max tiles]; `num_tiles` int32
-    [groups]; `partial` 16-bit [group heads, rows, topk, 16, 128]; `logs` fp32 without the dims.
+    `first_tile`, `counts` int32 [kv_heads, requests, spans]; `ranks` int32 like ids; `entries`
+    int32 [groups, max tiles, 4]; `tile_bins` int32 [groups, max tiles]; `shares` int32 [groups,
+    multiprocessors + 1]; `partial` 16-bit [group heads, rows, topk, 16, 128]; `logs` fp32 without
+    the dims.
     """
 
     q: Tensor
@@ -131,7 +134,7 @@ class Chunk:
     ranks: Tensor
     entries: Tensor
     tile_bins: Tensor
-    num_tiles: Tensor
+    shares: Tensor
     partial: Tensor
     logs: Tensor
 
@@ -157,14 +160,14 @@ class Chunk:
         size = key.codes.element_size()
         error = _attend_library().winnow_prefill_attend(
             self.entries[group].data_ptr(), self.tile_bins[group].data_ptr(),
-            self.num_tiles[group:].data_ptr(), self.batch.kv_lens.data_ptr(), tables.data_ptr(),
+            self.shares[group].data_ptr(), self.batch.kv_lens.data_ptr(), tables.data_ptr(),
             tables.shape[1], self.batch.num_requests, self.rows, self.ids.shape[2],
             group * self.group_heads, self.q.data_ptr(), self.q.stride(0), self.q.stride(1),
             self.q.shape[0], self.q.shape[1], self.first_row, FORMATS[key.format],
             key.codes.data_ptr(), key_scales.data_ptr(), value.codes.data_ptr(),
             value_scales.data_ptr(), key.codes.stride(0) * size, key.codes.stride(1) * size,
             math.log2(math.e) * HEAD_DIM**-0.5 * key.global_scale, self.partial.data_ptr(),
-            self.logs.data_ptr(), _multiprocessors(self.q.device), self._stream(),
+            self.logs.data_ptr(), self.shares.shape[1] - 1, self._stream(),
         )  # fmt: skip
         _raise(error)
 
@@ -188,9 +191,9 @@ class Chunk:
             self.ids.data_ptr(), batch.positions[first:].data_ptr(),
             batch.row_request[first:].data_ptr(), batch.kv_lens.data_ptr(),
             batch.block_tables.shape[1], rows, batch.num_requests, kv_heads, topk,
-            self.group_heads, self.tile_bins.shape[1],
+            self.group_heads, self.tile_bins.shape[1], self.shares.shape[1] - 1,
             self.counts.data_ptr(), self.first_tile.data_ptr(), self.ranks.data_ptr(),
-            self.entries.data_ptr(), self.tile_bins.data_ptr(), self.num_tiles.data_ptr(),
+            self.entries.data_ptr(), self.tile_bins.data_ptr(), self.shares.data_ptr(),
         )  # fmt: skip
 
 
@@ -209,7 +212,9 @@ def chunks(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages, out: Tensor)
     parts = row_chunks(rows, topk)
     most = max((count for _, count in parts), default=0)
     group_heads = group_heads_for(most, kv_heads, topk)
-    group_bins = group_heads * batch.block_tables.numel()
+    requests, blocks = batch.block_tables.shape
+    spans = (blocks + 1) // 2 * 3  # of two neighbours: each alone, and both
+    group_bins = group_heads * requests * spans
     group_pairs = group_heads * most * topk
     # Every bin may end in a tile that is not full.
     max_tiles = group_pairs // TILE + min(group_bins, group_pairs)
@@ -218,12 +223,12 @@ def chunks(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages, out: Tensor)
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     groups = kv_heads // group_heads
-    bins = (kv_heads, *batch.block_tables.shape)
+    bins = (kv_heads, requests, spans)
     shape = (group_heads, most, topk, GROUP)
     dtype = torch.bfloat16 if pages.value.format is BF16 else torch.float16
     scratch = (
         *(ints(*bins), ints(*bins), ints(most, kv_heads, topk), ints(groups, max_tiles, TILE)),
-        *(ints(groups, max_tiles), ints(groups)),
+        *(ints(groups, max_tiles), ints(groups, _multiprocessors(device) + 1)),
         torch.empty((*shape, HEAD_DIM), dtype=dtype, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
     )

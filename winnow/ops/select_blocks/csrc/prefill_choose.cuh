@@ -12,6 +12,12 @@ __device__ uint32_t ordered(float score) {
   return x & 0x80000000u ? ~x : x | 0x80000000u;
 }
 
+// The score above which `ordered` is more than `key`; NaN, which nothing is above, if none is.
+__device__ float above(uint32_t key) {
+  ++key;
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
 // A key and its block as one number, in the order of selection: of equal keys the lower id first.
 __device__ uint64_t pair_of(uint32_t key, int id) {
   return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(~id);
@@ -30,31 +36,42 @@ __device__ uint64_t warp_best(uint64_t pair) {
   return static_cast<uint64_t>(key) << 32 | low;
 }
 
-// The `wanted` best of the keys of a chunk and of the `listed` pairs in choice.best, into
-// choice.best in order. keys[4 j + i] of a lane has the id base + 128 j + 4 lane + i; 0 is no key.
-__device__ int merge(uint32_t (&keys)[kItems], int base, int listed, int wanted, Choice& choice) {
-  const int lane = threadIdx.x % 32;
-  uint32_t largest = 0;
+// The 32 lanes' numbers in descending order.
+__device__ float sorted(float x, int lane) {
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) largest = max(largest, keys[i]);
-  uint32_t bound;
+  for (int size = 2; size <= 32; size *= 2) {
+#pragma unroll
+    for (int distance = size / 2; distance > 0; distance /= 2) {
+      const float other = __shfl_xor_sync(kAll, x, distance);
+      const bool larger = ((lane & size) == 0) == ((lane & distance) == 0);
+      x = larger ? fmaxf(x, other) : fminf(x, other);
+    }
+  }
+  return x;
+}
+
+// The `wanted` best of a chunk of `count` scores and of the `listed` pairs in choice.best, into
+// choice.best in order. held[4 j + i] of a lane is the score of block 128 j + 4 lane + i of the chunk,
+// whose first is `base`; NaN from `count` on.
+__device__ int merge(const float (&held)[kItems], const float* scores, int base, int count,
+                     int listed, int wanted, Choice& choice) {
+  const int lane = threadIdx.x % 32;
+  float largest = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) largest = fmaxf(largest, held[i]);
+  float bound;
   if (listed == wanted) {
-    // Ids grow from chunk to chunk: an equal key comes too late.
-    bound = static_cast<uint32_t>(choice.best[wanted - 1] >> 32) + 1;
+    // Ids grow from chunk to chunk: an equal score comes too late.
+    bound = above(static_cast<uint32_t>(choice.best[wanted - 1] >> 32));
     if (!__any_sync(kAll, largest >= bound)) return listed;
   } else {
-    // `wanted` lanes hold keys at least as large as the smallest of their maxima.
-    int rank = 0;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const uint32_t other = __shfl_sync(kAll, largest, i);
-      rank += other > largest || (other == largest && i < lane);
-    }
-    bound = max(1u, __reduce_max_sync(kAll, rank == wanted - 1 ? largest : 0u));
+    // `wanted` lanes hold scores at least as large as the smallest of their maxima.
+    bound = __shfl_sync(kAll, sorted(largest, lane), wanted - 1);
   }
-  int own = 0;
+  uint32_t hits = 0;
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) own += keys[i] >= bound;
+  for (int i = 0; i < kItems; ++i) hits |= held[i] >= bound ? 1u << i : 0u;
+  const int own = __popc(hits);
   int place = own;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -65,10 +82,10 @@ __device__ int merge(uint32_t (&keys)[kItems], int base, int listed, int wanted,
   if (found <= kRanked) {
     place += listed - own;
     if (lane < listed) choice.pairs[lane] = choice.best[lane];
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (keys[i] >= bound)
-        choice.pairs[place++] = pair_of(keys[i], base + i / 4 * 128 + 4 * lane + i % 4);
+    for (; hits != 0; hits &= hits - 1) {
+      const int i = __ffs(hits) - 1, within = i / 4 * 128 + 4 * lane + i % 4;
+      // Read again: registers have no numbers that are found out.
+      choice.pairs[place++] = pair_of(ordered(scores[within]), base + within);
     }
     __syncwarp();
     for (int first = 0; first < found; first += 32) {
@@ -80,23 +97,19 @@ __device__ int merge(uint32_t (&keys)[kItems], int base, int listed, int wanted,
     __syncwarp();
     return min(found, wanted);
   }
-  // Many ties, or scores that lie in order: take the best of all `wanted` times.
-  uint64_t mine = lane < listed ? choice.best[lane] : 0;
+  // Many ties, or scores that lie in order: `wanted` times the best of those after the one before.
+  const uint64_t mine = lane < listed ? choice.best[lane] : 0;
   __syncwarp();
+  uint64_t before = ~uint64_t{0};
   for (int turn = 0; turn < wanted; ++turn) {
-    uint64_t pair = mine;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const uint64_t one = pair_of(keys[i], base + i / 4 * 128 + 4 * lane + i % 4);
-      if (keys[i] != 0 && one > pair) pair = one;
+    uint64_t pair = mine < before ? mine : 0;
+#pragma unroll 4
+    for (int within = lane; within < count; within += 32) {
+      const uint64_t one = pair_of(ordered(scores[within]), base + within);
+      if (one < before && one > pair) pair = one;
     }
-    const uint64_t best = warp_best(pair);
-    if (lane == 0) choice.best[turn] = best;
-    if (mine == best) mine = 0;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (pair_of(keys[i], base + i / 4 * 128 + 4 * lane + i % 4) == best) keys[i] = 0;
-    }
+    before = warp_best(pair);
+    if (lane == 0) choice.best[turn] = before;
   }
   __syncwarp();
   return wanted;
@@ -121,22 +134,26 @@ __global__ void __launch_bounds__(kChooseWarps * 32)
   }
   int listed = 0;
   for (int base = 0; base < current && wanted > 0; base += kChunk) {
-    const float4* from = reinterpret_cast<const float4*>(scores + column * stride + base) + lane;
-    float4 fours[kItems / 4];
+    const float* chunk = scores + column * stride + base;
+    const int count = min(current - base, kChunk);
+    float held[kItems];
 #pragma unroll
     for (int j = 0; j < kItems / 4; ++j) {
       // No load hangs on a condition: the last scores again beyond them.
-      fours[j] = from[32 * min(j, (current - 1 - base) / 128)];
+      const float4* from = reinterpret_cast<const float4*>(chunk) + lane;
+      const float4 four = from[32 * min(j, (count - 1) / 128)];
+      held[4 * j] = four.x, held[4 * j + 1] = four.y;
+      held[4 * j + 2] = four.z, held[4 * j + 3] = four.w;
     }
-    uint32_t keys[kItems];
 #pragma unroll
     for (int j = 0; j < kItems / 4; ++j) {
-      const float values[4] = {fours[j].x, fours[j].y, fours[j].z, fours[j].w};
+      if (128 * (j + 1) <= count) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        keys[4 * j + i] = base + 128 * j + 4 * lane + i < current ? ordered(values[i]) : 0u;
+      for (int i = 0; i < 4; ++i) {
+        if (128 * j + 4 * lane + i >= count) held[4 * j + i] = NAN;
+      }
     }
-    listed = merge(keys, base, listed, wanted, choice);
+    listed = merge(held, chunk, base, count, listed, wanted, choice);
   }
   // Ascending, the current block last.
   const int id = lane < wanted ? static_cast<int>(~static_cast<uint32_t>(choice.best[lane])) : current;

@@ -20,6 +20,7 @@ constexpr int kThreads = (kGroups + 1) * 128;  // the last warpgroup asks for ke
 constexpr int kTileColumns = 128 * kGroups;
 constexpr int kSteps = kDim / 16;
 constexpr int kTurn = 8;  // blocks whose scores are written together: 32 bytes
+constexpr int kPortion = 2;  // of them a lane writes; shares of the work are so many or a multiple
 
 constexpr int kExpandThreads = 256;
 constexpr int kChooseWarps = 8;

@@ -1,8 +1,9 @@
-// Index keys of each block as 16-bit numbers, in the order in which the tensor core reads them.
+// Index keys of each block as 16-bit numbers, in the order in which the tensor core reads them; and the
+// plan of the scoring, made beside.
 
 #pragma once
 
-#include "prefill_common.cuh"
+#include "prefill_plan.cuh"
 
 namespace {
 
@@ -38,10 +39,15 @@ __device__ uint4 eight(const Keys& keys, int64_t page, int token, int chunk) {
   return {out[0], out[1], out[2], out[3]};
 }
 
-// Images of a request's blocks that lie wholly in its last row's past: block x of request y.
+// CTA (0, 0) makes the plan. The others: images of a request's blocks that lie wholly in its last row's
+// past, block x - 1 of request y.
 __global__ void __launch_bounds__(kExpandThreads)
-    expand(Keys keys, Requests requests, uint8_t* images) {
-  const int block = blockIdx.x, request = blockIdx.y;
+    prepare(Keys keys, Requests requests, int tile_rows, Plan plan, uint8_t* images) {
+  const int block = static_cast<int>(blockIdx.x) - 1, request = blockIdx.y;
+  if (block < 0) {
+    if (request == 0) make_plan(requests, tile_rows, plan);
+    return;
+  }
   if (block >= (requests.kv_lens[request] - 1) / kBlockTokens) return;
   const int64_t page = requests.tables[request * requests.table_stride + block];
   uint8_t* image = images + (static_cast<int64_t>(request) * requests.max_blocks + block) * kImageBytes;

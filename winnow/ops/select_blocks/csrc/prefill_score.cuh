@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "prefill_common.cuh"
+#include "prefill_plan.cuh"
 
 namespace {
 
@@ -126,84 +126,33 @@ __device__ __forceinline__ float2 largest_of(const float (&d)[64]) {
   return {upper, lower};
 }
 
-// The request of a tile, and its rows.
-struct Tile {
-  int request, first_row, end_row;
+// The blocks of a CTA through a ring of stages: its next stage, and how often the ring has been round.
+struct Ring {
+  uint32_t stages, full, empty;  // addresses
+  int stage = 0;
+  uint32_t round = 0;
+
+  __device__ __forceinline__ uint32_t keys() const { return stages + stage * kImageBytes; }
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, ++round;
+  }
 };
 
-// By one warp: 32 requests at a time.
-__device__ Tile locate(const Requests& requests, int tile_rows, int index) {
-  const int lane = threadIdx.x % 32;
-  for (int base = 0; base < requests.count; base += 32) {
-    const int request = base + lane;
-    int first = 0, end = 0;
-    if (request < requests.count) {
-      first = max(static_cast<int>(requests.row_starts[request]), requests.first_row);
-      end = min(static_cast<int>(requests.row_starts[request + 1]), requests.end_row);
-    }
-    const int own = end > first ? (end - first + tile_rows - 1) / tile_rows : 0;
-    int sum = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(kAll, sum, distance);
-      if (lane >= distance) sum += other;
-    }
-    const uint32_t reached = __ballot_sync(kAll, index < sum);
-    if (reached != 0) {
-      const int at = __ffs(reached) - 1;
-      const int start = __shfl_sync(kAll, first, at) +
-                        (index - __shfl_sync(kAll, sum - own, at)) * tile_rows;
-      return {base + at, start, min(__shfl_sync(kAll, end, at), start + tile_rows)};
-    }
-    index -= __shfl_sync(kAll, sum, 31);
+// One thread: keys of blocks from `first` to `end`.
+__device__ __forceinline__ void fetch(Ring& ring, const uint8_t* images, int first, int end) {
+  for (int block = first; block < end; ++block, ring.advance()) {
+    const uint32_t full = ring.full + 8 * ring.stage;
+    if (ring.round > 0) barrier_wait(ring.empty + 8 * ring.stage, (ring.round + 1) & 1);
+    barrier_expect(full, kImageBytes);
+    bulk_copy(ring.keys(), images + static_cast<int64_t>(block) * kImageBytes, kImageBytes, full);
   }
-  return {-1, 0, 0};
 }
 
+// A warpgroup: 128 of the tile's columns, by blocks from a portion's first on.
 template <bool BF16>
-__global__ void __launch_bounds__(kThreads, 1)
-    score(Queries queries, Requests requests, const uint8_t* images, float* scores,
-          int64_t stride) {
-  extern __shared__ __align__(1024) uint8_t shared[];
-  __shared__ alignas(8) uint64_t barriers[2 * kStages];
-  __shared__ Tile tile;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kStages;
-  const uint32_t ring = shared_address(shared);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i)
-      barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, kGroups);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  if (threadIdx.x < 32) {
-    const Tile found = locate(requests, kTileColumns >> queries.head_bits, blockIdx.x);
-    if (threadIdx.x == 0) tile = found;
-  }
-  __syncthreads();
-  if (tile.request < 0 || requests.kv_lens[tile.request] <= 0) return;
-  // Blocks before the last row's own; the CTAs of one tile divide them by whole turns.
-  const int past = static_cast<int>(requests.positions[tile.end_row - 1] / kBlockTokens);
-  const int turns = (past + kTurn - 1) / kTurn, parts = gridDim.y, part = blockIdx.y;
-  const int begin = turns * part / parts * kTurn;
-  const int end = min(past, turns * (part + 1) / parts * kTurn);
-  if (begin >= end || past < requests.topk) return;
-  const uint8_t* own =
-      images + (static_cast<int64_t>(tile.request) * requests.max_blocks + begin) * kImageBytes;
-  const int blocks = end - begin;
-  if (threadIdx.x >= kGroups * 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x == kGroups * 128) {
-      for (int block = 0; block < blocks; ++block) {
-        const int stage = block % kStages;
-        if (block >= kStages) barrier_wait(empty + 8 * stage, (block / kStages + 1) & 1);
-        barrier_expect(full + 8 * stage, kImageBytes);
-        bulk_copy(ring + stage * kImageBytes, own + static_cast<int64_t>(block) * kImageBytes,
-                  kImageBytes, full + 8 * stage);
-      }
-    }
-    return;
-  }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-
+__device__ __forceinline__ void multiply_blocks(Ring& ring, const Queries& queries,
+                                                const Tile& tile, int first_block, int end_block,
+                                                float* scores, int64_t stride) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int column = warp / 4 * 128 + warp % 4 * 16 + g;
   uint32_t a[2][kSteps][4];
@@ -219,9 +168,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int side = 0; side < 2; ++side) {
       const int local = column + 64 * half + 8 * side;
       const bool real = tile.first_row + (local >> queries.head_bits) < tile.end_row;
-      const int64_t place =
-          (static_cast<int64_t>(tile.first_row - requests.first_row) << queries.head_bits) + local;
-      rows[half][side] = real ? scores + place * stride + begin + 2 * t : nullptr;
+      rows[half][side] = real ? scores + local * stride + 2 * t : nullptr;
     }
   }
   auto keep = [&](int half, int block, float2 found) {
@@ -230,22 +177,22 @@ __global__ void __launch_bounds__(kThreads, 1)
       (within % 2 ? kept[half][0].y : kept[half][0].x) = found.x;
       (within % 2 ? kept[half][1].y : kept[half][1].x) = found.y;
     }
-    if (within == kTurn - 1 || block == blocks - 1) {
+    if (within == kTurn - 1 || block == end_block - 1) {
+      const int turn = block - within, own = turn + kPortion * t;
+      if (own < first_block || own > block) return;
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         if (rows[half][side] != nullptr)
-          *reinterpret_cast<float2*>(rows[half][side] + block / kTurn * kTurn) = kept[half][side];
+          *reinterpret_cast<float2*>(rows[half][side] + turn) = kept[half][side];
       }
     }
   };
 
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int block = 0; block < blocks; ++block) {
+  for (int block = first_block; block < end_block; ++block, ring.advance()) {
     float first[64], second[64];
-    barrier_wait(full + 8 * stage, phase);
-    multiply<BF16>(first, a[0], ring + stage * kImageBytes);
-    multiply<BF16>(second, a[1], ring + stage * kImageBytes);
+    barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
+    multiply<BF16>(first, a[0], ring.keys());
+    multiply<BF16>(second, a[1], ring.keys());
     // The maxima of one while the other is multiplied; the other warpgroup has the tensor core
     // while this one is behind its second.
     wgmma_wait<1>();
@@ -253,11 +200,41 @@ __global__ void __launch_bounds__(kThreads, 1)
     const float2 upper = largest_of(first);
     wgmma_wait<0>();
     settle(second);
-    if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
+    if (threadIdx.x % 128 == 0) barrier_arrive(ring.empty + 8 * ring.stage);
     const float2 lower = largest_of(second);
     keep(0, block, upper);
     keep(1, block, lower);
-    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+}
+
+template <bool BF16>
+__global__ void __launch_bounds__(kThreads, 1)
+    score(Queries queries, Requests requests, Plan plan, const uint8_t* images, float* scores,
+          int64_t stride) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  __shared__ alignas(8) uint64_t barriers[2 * kStages];
+  Ring ring{shared_address(shared), shared_address(barriers),
+            shared_address(barriers) + 8 * kStages};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i)
+      barrier_init(ring.full + 8 * i, 1), barrier_init(ring.empty + 8 * i, kGroups);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x >= kGroups * 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x != kGroups * 128) return;
+    for_own_tiles(plan, [&](const Tile& tile, int first, int end) {
+      const int64_t before = static_cast<int64_t>(tile.request) * requests.max_blocks;
+      fetch(ring, images + before * kImageBytes, first, end);
+    });
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    for_own_tiles(plan, [&](const Tile& tile, int first, int end) {
+      const int64_t column = static_cast<int64_t>(tile.first_row - requests.first_row)
+                             << queries.head_bits;
+      multiply_blocks<BF16>(ring, queries, tile, first, end, scores + column * stride, stride);
+    });
   }
 }
 

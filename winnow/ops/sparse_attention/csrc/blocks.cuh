@@ -67,6 +67,30 @@ __device__ __forceinline__ void barrier_expect(const uint64_t& bar, int bytes) {
                : "memory");
 }
 
+// A warp's arrival, after what all its lanes did before. Checking tools order an arrival behind its own
+// lane alone: built for them, every lane arrives.
+#ifdef WINNOW_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+__device__ __forceinline__ void warp_arrive(const uint64_t& bar, int lane) {
+  __syncwarp();
+  if (lane < kWarpArrivals) barrier_arrive(bar);
+}
+
+// The same, and the barrier's phase waits for `bytes` of copies, which may begin hereafter.
+__device__ __forceinline__ void warp_expect(const uint64_t& bar, int bytes, int lane) {
+  __syncwarp();
+  if (lane == 0) {
+    barrier_expect(bar, bytes);
+  } else if (lane < kWarpArrivals) {
+    barrier_arrive(bar);
+  }
+  __syncwarp();
+}
+
 __device__ __forceinline__ void copy_queries(const CUtensorMap& map, void* to, int dim, int head,
                                              int row, const uint64_t& bar) {
   asm volatile(

@@ -15,8 +15,6 @@ constexpr int kExpanders = 3;  // warps
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kQueryHalf = kRows * kRowHalf;
 constexpr int kTokens = 64;  // of a step
-constexpr float kNothing = -1.5e38f;  // below any score, and finite: exp2(-inf - it) is 0
-constexpr float kLazy = 8.0f;  // weights may reach 2^8 before the sums are rescaled
 
 struct Params {
   Stored pages;
@@ -108,8 +106,7 @@ __device__ __forceinline__ void expand_blocks(const Params& p, const Tile& tile,
     values.template finish<true>(codes, steps, valid, shared.values[buffer][0], thread);
     // The tensor cores read what ordinary stores wrote.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(shared.block_full[buffer]);
+    warp_arrive(shared.block_full[buffer], thread % 32);
   }
 }
 
@@ -148,22 +145,8 @@ __device__ __forceinline__ void consume(const Params& p, const Tile& tile, Share
       products_wait(s);
       const int64_t rest = visible - int64_t{block} * kBlock - first;
       if (rest < kTokens) mask_from(s, static_cast<int>(rest), t);
-      float highest[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) highest[h] = largest_of(s, h) * p.score_scale;
-      if (__any_sync(kAll, highest[0] > largest[0] + kLazy || highest[1] > largest[1] + kLazy)) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float m = fmaxf(largest[h], highest[h]);
-          const float shrink = exp2_approx(largest[h] - m);
-          largest[h] = m;
-          sum[h] *= shrink;
-#pragma unroll
-          for (int j = 0; j < 16; ++j) o[4 * j + 2 * h] *= shrink, o[4 * j + 2 * h + 1] *= shrink;
-        }
-      }
       uint32_t w[4][4];
-      weigh<kHalf>(s, p.score_scale, largest, sum, w);
+      add_weights<kHalf>(s, p.score_scale, largest, sum, o, w);
       products_begin();
 #pragma unroll
       for (int i = 0; i < kTokens / 16; ++i) {
@@ -172,7 +155,7 @@ __device__ __forceinline__ void consume(const Params& p, const Tile& tile, Share
       products_commit();
       products_wait(o);
     }
-    if (lane == 0) barrier_arrive(shared.block_empty[buffer]);
+    warp_arrive(shared.block_empty[buffer], lane);
   }
   if (row >= tile.end) return;
   float over[2];
@@ -191,10 +174,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& shared = *reinterpret_cast<Shared*>(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    barrier_init(shared.query_full, 1);
+    barrier_init(shared.query_full, kWarpArrivals);
     for (int i = 0; i < 2; ++i) {
-      barrier_init(shared.block_full[i], kExpanders);
-      barrier_init(shared.block_empty[i], 4 * kConsumers);
+      barrier_init(shared.block_full[i], kExpanders * kWarpArrivals);
+      barrier_init(shared.block_empty[i], 4 * kConsumers * kWarpArrivals);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -206,8 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       expand_blocks<kFormat>(p, tile, shared, threadIdx.x - 32);
     } else if (tile.visible > 0) {
       const int rows = tile.end - tile.first;
-      if (lane == 0) barrier_expect(shared.query_full, rows * 2 * kRowHalf);
-      __syncwarp();
+      warp_expect(shared.query_full, rows * 2 * kRowHalf, lane);
       if (lane < 2 * rows) {
         const int row = lane / 2, half = lane % 2;
         uint8_t* to = shared.queries[row / kRows][half] + (row % kRows) * kRowHalf;

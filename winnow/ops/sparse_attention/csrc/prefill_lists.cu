@@ -1,9 +1,12 @@
 // Before and after the products of prefill attention: which query rows selected each block, and the
 // merging of a row's results over its blocks. Hopper (sm_90).
 //
-// A bin is a (KV head, request, block); a pair is a (row, KV head, k-th selected block). KV heads are
-// worked on in groups. The pairs of a bin fill tiles of four, and the tiles of a group are numbered
-// through its bins. Atomics decide the order of pairs in a bin; no result depends on it.
+// A span is a block, or both of two neighbours, 2j and 2j + 1, that an early row selected: they share
+// a result, and at the start of a sequence a quarter of all results is saved. Spans 3j, 3j + 1 and
+// 3j + 2 of a table are the first, both and the second. A bin is a (KV head, request, span); a pair is a (row, KV head, k-th
+// selected block), which stands for the first of both. KV heads are worked on in groups. The pairs of
+// a bin fill tiles of four, and the tiles of a group are numbered through its bins. Atomics decide the
+// order of pairs in a bin; no result depends on it.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,13 +21,13 @@ struct Lists {
   const int64_t* row_request;
   const int64_t* kv_lens;
   int64_t table_width;
-  int32_t rows, requests, kv_heads, topk, group_heads, max_tiles;
-  int32_t* counts;      // [kv_heads * requests * table_width] pairs of a bin
+  int32_t rows, requests, kv_heads, topk, group_heads, max_tiles, ctas;
+  int32_t* counts;      // [kv_heads * requests * spans] pairs of a bin
   int32_t* first_tile;  // the same
   int32_t* ranks;       // [rows, kv_heads, topk] a pair's place in its bin, -1 if it does not count
-  int32_t* entries;     // [groups, max_tiles, 4] pair << 7 | tokens it sees - 1; -1: no pair
+  int32_t* entries;     // [groups, max_tiles, 4] pair << 8 | tokens it sees - 1; -1: no pair
   int32_t* tile_bins;   // [groups, max_tiles] bin within the group
-  int32_t* num_tiles;   // [groups]
+  int32_t* shares;      // [groups, ctas + 1] each CTA's first tile, and their number
 };
 
 namespace {
@@ -37,10 +40,17 @@ constexpr int kTogether = 4;
 constexpr int kPairThreads = 128;
 constexpr int kAtOnce = 8;  // places whose values are asked for before any is used
 constexpr unsigned kAll = 0xFFFFFFFFu;
+constexpr int kBothBlocks = 64;  // rows that see no more have spans of both blocks
+constexpr int kCost = 4, kBothCost = 7;  // of a tile of one block and of both, about
+
+__device__ __forceinline__ int spans_of(const Lists& l) {
+  return (static_cast<int>(l.table_width) + 1) / 2 * 3;
+}
 
 // Up to four pairs of one row and KV head, which a thread takes together: four chains of loads and
 // atomics at a time. A warp takes neighbouring rows, which often select the same blocks. `bins` are -1
-// where a pair does not count: no block, a block after the row, a row of padding, no such pair.
+// where a pair does not count: no block, a block after the row, a row of padding, no such pair, the
+// second of both.
 struct Pairs {
   int row, head, k, index;  // of the first, in `ids`
   int bins[kTogether];
@@ -58,13 +68,22 @@ __device__ __forceinline__ Pairs pairs_of(const Lists& l) {
   const bool real = p.head < l.kv_heads;
   const int64_t request = real ? l.row_request[p.row] : 0;
   p.seen = real && l.kv_lens[request] > 0 ? l.positions[p.row] + 1 : 0;
-  const int base =
-      (p.head * l.requests + static_cast<int>(request)) * static_cast<int>(l.table_width);
+  int blocks[kTogether + 2];  // with those before and after
+#pragma unroll
+  for (int i = 0; i < kTogether + 2; ++i) {
+    const int k = p.k + i - 1;
+    const int64_t id = real && k >= 0 && k < l.topk ? l.ids[p.index + i - 1] : -1;
+    const bool counts = id >= 0 && id < l.table_width && id * kBlock < p.seen;
+    blocks[i] = counts ? static_cast<int>(id) : -1;
+  }
+  const int base = (p.head * l.requests + static_cast<int>(request)) * spans_of(l);
+  const bool early = p.seen <= kBothBlocks * kBlock;
 #pragma unroll
   for (int i = 0; i < kTogether; ++i) {
-    const int64_t id = real && p.k + i < l.topk ? l.ids[p.index + i] : -1;
-    const bool counts = id >= 0 && id < l.table_width && id * kBlock < p.seen;
-    p.bins[i] = counts ? base + static_cast<int>(id) : -1;
+    const int id = blocks[i + 1];
+    const bool first = early && id % 2 == 0 && blocks[i + 2] == id + 1;
+    const bool second = early && id % 2 == 1 && blocks[i] == id - 1;
+    p.bins[i] = id < 0 || second ? -1 : base + id / 2 * 3 + (first ? 1 : id % 2 * 2);
   }
   return p;
 }
@@ -91,42 +110,72 @@ __global__ void __launch_bounds__(kPairThreads) rank(const Lists l) {
   }
 }
 
-__device__ __forceinline__ int sum_through(int x, int lane) {
+// Tiles, and what they cost `attend`.
+struct Work {
+  int tiles, cost;
+};
+
+__device__ __forceinline__ Work operator+(Work a, Work b) {
+  return {a.tiles + b.tiles, a.cost + b.cost};
+}
+
+__device__ __forceinline__ Work through_lanes(Work x, int lane) {
   for (int d = 1; d < 32; d *= 2) {
-    const int below = __shfl_up_sync(kAll, x, d);
-    if (lane >= d) x += below;
+    const Work below = {__shfl_up_sync(kAll, x.tiles, d), __shfl_up_sync(kAll, x.cost, d)};
+    if (lane >= d) x = x + below;
   }
   return x;
 }
 
-__device__ __forceinline__ int tiles_of(int count) { return (count + kTile - 1) / kTile; }
+__device__ __forceinline__ int cost_of_tile(int bin) { return bin % 3 == 1 ? kBothCost : kCost; }
 
-// The first tile of each of a group's bins; one block a group.
+__device__ __forceinline__ Work work_of(int bin, int count) {
+  const int tiles = (count + kTile - 1) / kTile;
+  return {tiles, tiles * cost_of_tile(bin)};
+}
+
+// First tiles of the CTAs whose shares of all work begin within a bin.
+__device__ __forceinline__ void begin_shares(int32_t* shares, int ctas, int bin, Work before,
+                                             Work own, Work all) {
+  if (own.tiles == 0) return;
+  int cta = static_cast<int>((int64_t{before.cost} * ctas + all.cost - 1) / all.cost);
+  for (; cta < ctas; ++cta) {
+    const int within = static_cast<int>(int64_t{all.cost} * cta / ctas) - before.cost;
+    if (within >= own.cost) return;
+    shares[cta] = before.tiles + within / cost_of_tile(bin);
+  }
+}
+
+// The first tile of each of a group's bins and of each CTA; one block a group.
 __global__ void __launch_bounds__(1024) number_tiles(const Lists l) {
-  __shared__ int warps[32];
-  const int bins = l.group_heads * l.requests * static_cast<int>(l.table_width);
+  __shared__ Work warps[32];
+  const int bins = l.group_heads * l.requests * spans_of(l);
   const int each = (bins + 1023) / 1024;
   const int begin = min(static_cast<int>(threadIdx.x) * each, bins), end = min(begin + each, bins);
   const int32_t* counts = l.counts + int64_t{blockIdx.x} * bins;
   int32_t* first = l.first_tile + int64_t{blockIdx.x} * bins;
-  int own = 0;
+  int32_t* shares = l.shares + int64_t{blockIdx.x} * (l.ctas + 1);
+  Work own = {0, 0};
 #pragma unroll 8
-  for (int i = begin; i < end; ++i) own += tiles_of(counts[i]);
+  for (int i = begin; i < end; ++i) own = own + work_of(i, counts[i]);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int through = sum_through(own, lane);
+  const Work through = through_lanes(own, lane);
   if (lane == 31) warps[warp] = through;
   __syncthreads();
-  if (warp == 0) {
-    const int sum = sum_through(warps[lane], lane);
-    warps[lane] = sum;
-    if (lane == 31) l.num_tiles[blockIdx.x] = sum;
-  }
+  if (warp == 0) warps[lane] = through_lanes(warps[lane], lane);
   __syncthreads();
-  int tile = through - own + (warp > 0 ? warps[warp - 1] : 0);
-#pragma unroll 8
+  const Work all = warps[31];
+  for (int i = threadIdx.x; i <= l.ctas; i += 1024) {
+    if (all.tiles == 0 || i == l.ctas) shares[i] = all.tiles;
+  }
+  Work before = {through.tiles - own.tiles, through.cost - own.cost};
+  if (warp > 0) before = before + warps[warp - 1];
+#pragma unroll 4
   for (int i = begin; i < end; ++i) {
-    first[i] = tile;
-    tile += tiles_of(counts[i]);
+    const Work its = work_of(i, counts[i]);
+    first[i] = before.tiles;
+    begin_shares(shares, l.ctas, i, before, its, all);
+    before = before + its;
   }
 }
 
@@ -134,7 +183,7 @@ __global__ void __launch_bounds__(kPairThreads) fill(const Lists l) {
   const Pairs p = pairs_of(l);
   if (p.head >= l.kv_heads) return;
   const int group = p.head / l.group_heads;
-  const int bins = l.group_heads * l.requests * static_cast<int>(l.table_width);
+  const int spans = spans_of(l), bins = l.group_heads * l.requests * spans;
   int places[kTogether], first[kTogether], counts[kTogether];
 #pragma unroll
   for (int i = 0; i < kTogether; ++i) {
@@ -147,12 +196,13 @@ __global__ void __launch_bounds__(kPairThreads) fill(const Lists l) {
 #pragma unroll
   for (int i = 0; i < kTogether; ++i) {
     if (p.bins[i] < 0) continue;
-    const int id = p.bins[i] % static_cast<int>(l.table_width);
-    const int64_t rest = p.seen - int64_t{id} * kBlock;
-    const int limit = static_cast<int>(rest < kBlock ? rest : kBlock);
+    const int span = p.bins[i] % spans, kind = span % 3;
+    const int64_t rest = p.seen - (int64_t{span} / 3 * 2 + kind / 2) * kBlock;
+    const int most = kind == 1 ? 2 * kBlock : kBlock;
+    const int limit = static_cast<int>(rest < most ? rest : most);
     const int64_t tile = int64_t{group} * l.max_tiles + first[i] + places[i] / kTile;
     int32_t* entries = l.entries + kTile * tile;
-    entries[places[i] % kTile] = (p.row * l.topk + p.k + i) << 7 | (limit - 1);
+    entries[places[i] % kTile] = (p.row * l.topk + p.k + i) << 8 | (limit - 1);
     if (places[i] % kTile == 0) l.tile_bins[tile] = p.bins[i] - group * bins;
     if (places[i] == counts[i] - 1) {
       for (int j = places[i] % kTile + 1; j < kTile; ++j) entries[j] = -1;
@@ -187,17 +237,18 @@ __global__ void __launch_bounds__(16 * kHeads)
     if (counts) largest = fmaxf(largest, log);
     valid |= static_cast<unsigned>(counts) << k;
   }
-  // Instead of a place that does not count one that does is read again, so that no load waits for a
-  // branch and none brings bytes that nobody uses.
+  // Beyond the last place that counts one that does is read again, so that no load waits for a branch
+  // and none brings bytes that nobody uses.
   const int any = max(__ffs(valid) - 1, 0);
-  for (int first = 0; first < l.topk; first += kAtOnce) {
+  for (unsigned left = valid; left != 0;) {
     uint4 raw[kAtOnce];
     float weights[kAtOnce];
     bool counts[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      counts[i] = first + i < l.topk && (valid >> (first + i) & 1) != 0;
-      const int k = counts[i] ? first + i : any;
+      counts[i] = left != 0;
+      const int k = counts[i] ? __ffs(left) - 1 : any;
+      left &= left - 1;
       raw[i] = __ldcs(from + k * (kHeads * kDim / 8));
       weights[i] = exp2f(logs[k * kHeads] - largest);
     }
@@ -232,7 +283,7 @@ __global__ void __launch_bounds__(16 * kHeads)
 extern "C" int winnow_prefill_lists(const Lists* lists, void* stream) {
   const Lists l = *lists;
   const auto s = static_cast<cudaStream_t>(stream);
-  const int64_t bins = int64_t{l.kv_heads} * l.requests * l.table_width;
+  const int64_t bins = int64_t{l.kv_heads} * l.requests * ((l.table_width + 1) / 2 * 3);
   const cudaError_t error = cudaMemsetAsync(l.counts, 0, bins * sizeof(int32_t), s);
   if (error != cudaSuccess) return error;
   const int threads = l.rows * l.kv_heads * ((l.topk + kTogether - 1) / kTogether);

@@ -10,6 +10,9 @@
 
 namespace {
 
+constexpr float kNothing = -1.5e38f;  // below any score, and finite: exp2(-inf - it) is 0
+constexpr float kLazy = 8.0f;  // weights may reach 2^8 before the sums are rescaled
+
 // Scores of tokens from `limit` on become -inf.
 template <int kScores>
 __device__ __forceinline__ void mask_from(float (&s)[kScores], int limit, int t) {
@@ -45,6 +48,28 @@ __device__ __forceinline__ void weigh(const float (&s)[kScores], float scale,
       weights[j / 2][2 * (j % 2) + h] = pack<kHalf>(x, y);
     }
   }
+}
+
+// Weights of 64 more tokens; where their scores are much larger than `largest`, it is raised and what was
+// summed is rescaled.
+template <bool kHalf>
+__device__ __forceinline__ void add_weights(const float (&s)[32], float scale, float (&largest)[2],
+                                            float (&sum)[2], float (&o)[64], uint32_t (&w)[4][4]) {
+  float highest[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) highest[h] = largest_of(s, h) * scale;
+  if (__any_sync(kAll, highest[0] > largest[0] + kLazy || highest[1] > largest[1] + kLazy)) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float m = fmaxf(largest[h], highest[h]);
+      const float shrink = exp2_approx(largest[h] - m);
+      largest[h] = m;
+      sum[h] *= shrink;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) o[4 * j + 2 * h] *= shrink, o[4 * j + 2 * h + 1] *= shrink;
+    }
+  }
+  weigh<kHalf>(s, scale, largest, sum, w);
 }
 
 // The sum over the lanes of a head.
