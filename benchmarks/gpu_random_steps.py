@@ -1,7 +1,10 @@
 """Random steps on a GPU: arrivals, prompts in chunks, decode, preemptions, prefix hits and
 departures mixed, steps captured, under the scheduler's invariants and with an eye on memory.
 
-    python benchmarks/gpu_random_steps.py [--steps N] [--seconds N] [--seed N]
+    python benchmarks/gpu_random_steps.py [--steps N] [--seconds N] [--seed N] [--eager]
+
+Under compute-sanitizer's memcheck, PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an
+allocation of its own, so that a read past its end is seen; nothing can be captured then.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from winnow.model.checkpoint import convert, make_tiny
 
 SETTLED = 0.3
 """Share of the steps after which memory must not grow: by then every shape was captured."""
+LOOKS = 100
+"""At memory, over all steps."""
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {},
@@ -39,6 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=90.0, help="stop after so many")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--eager", action="store_true", help="capture no steps")
     parser.add_argument("--backend", help="default: the GPU's own")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
@@ -49,6 +55,7 @@ def main() -> None:
             device="cuda", backend=args.backend, dtype="bfloat16",
             kv_format="nvfp4", index_format="nvfp4",
             num_pages=22, max_step_tokens=200, max_running=20, max_model_len=2048,
+            cuda_graphs=not args.eager,
         )  # fmt: skip
         engine = build_engine(str(quantised), config, progress=False)
     walk(engine, args.steps, args.seconds, args.seed)
@@ -60,6 +67,7 @@ def walk(engine: Engine, steps: int, seconds: float, seed: int) -> None:
     prefix = [rng.randrange(256) for _ in range(300)]
     live: list[str] = []
     memory: list[tuple[int, int, int]] = []
+    often = max(1, steps // LOOKS)
     begun, tokens = time.monotonic(), 0
     done = 0
     for step in range(steps):
@@ -84,7 +92,7 @@ def walk(engine: Engine, steps: int, seconds: float, seed: int) -> None:
                 live.remove(output.request_id)
         engine.scheduler.check_invariants()
         done += 1
-        if step % 100 == 99:
+        if (step + 1) % often == 0:
             torch.cuda.synchronize()
             free = torch.cuda.mem_get_info()[0]
             memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), free))

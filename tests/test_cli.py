@@ -238,8 +238,8 @@ def test_backends_say_which_module_serves_each_op_or_why_none_does(
     answer = winnow("backends", "--json").json
     assert answer["cpu"]["serves"]
     assert answer["cpu"]["reason"] is None
-    # The cases of norm check both of its ops.
-    assert set(answer["cpu"]["ops"]) == {*conformance.KERNEL_OPS, "add_norm"}
+    # The cases of norm and of linear check two ops each.
+    assert set(answer["cpu"]["ops"]) == {*conformance.KERNEL_OPS, "add_norm", "head"}
     assert answer["cpu"]["ops"]["linear"] == "winnow.ops.linear.cpu"
     assert not answer["hopper"]["serves"]
     assert answer["hopper"]["ops"] == {}
@@ -254,7 +254,7 @@ def test_conformance_reports_each_op_and_ends_with_0(monkeypatch: pytest.MonkeyP
     assert [report["op"] for report in reports] == ["codec", "norm"]
     assert all(not report["failed"] for report in reports)
     text = winnow("bench", "conformance", "--backend", "reference").out
-    assert re.search(r"^norm +\d+ .*winnow\.ops\.norm\.reference$", text, re.MULTILINE)
+    assert re.search(r"^norm +\d+ .*winnow\.ops\.norm\.reference \(\d+\)$", text, re.MULTILINE)
 
 
 def test_a_backend_that_disagrees_is_named_and_the_status_is_1(

@@ -318,10 +318,12 @@ def test_the_plan_and_the_engine_agree_to_the_byte(tiny: Path) -> None:
         assert (storage.num_pages - 1) * 128 == answer.fit.num_tokens
 
 
-def test_logits_of_a_bfloat16_model_are_near_those_in_float32(tiny: Path) -> None:
+def test_logits_of_a_bfloat16_model_are_near_those_in_float32_and_not_rounded(tiny: Path) -> None:
     prompt = driving.prompt_of(900, VOCAB)
     wide = driving.engine(tiny, dtype="float32", num_pages=96)
     narrow = driving.engine(tiny, dtype="bfloat16", num_pages=96)
     want, got = (driving.all_logits(e, prompt)[0] for e in (wide, narrow))
     share = torch.linalg.vector_norm(got - want) / torch.linalg.vector_norm(want)
     assert share < 0.2
+    # In steps of bf16 the largest two are often equal.
+    assert float((got == got.bfloat16()).float().mean()) < 0.01

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from winnow.ops.codec import reference as codec
-from winnow.ops.fragments_mxfp8 import PackedMxfp8Weight, pack, packable, unpack
+from winnow.ops.fragments_mxfp8 import (
+    MAX_WOVEN_SCALE,
+    PackedMxfp8Weight,
+    pack,
+    packable,
+    unpack,
+    weave,
+)
 
 
 def some(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,6 +34,50 @@ def test_packing_and_unpacking_give_the_same_bytes(shape: tuple[int, ...]) -> No
     back, back_scales = unpack(packed)
     assert torch.equal(back.view(torch.uint8), codes)
     assert torch.equal(back_scales, scales)
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (3, 32, 256)])
+def test_weaving_and_unpacking_give_the_same_bytes(shape: tuple[int, ...]) -> None:
+    codes, scales = some(*shape)
+    scales = scales.where(scales <= MAX_WOVEN_SCALE, 255)
+    woven = weave(pack(codes.clone(), scales.clone()))
+    assert woven.shape == shape
+    back, back_scales = unpack(woven)
+    assert torch.equal(back.view(torch.uint8), codes)
+    assert torch.equal(back_scales, scales)
+
+
+def test_weaving_uses_the_memory_that_it_is_given() -> None:
+    packed = pack(*some(16, 256))
+    woven = weave(packed)
+    assert woven.codes.data_ptr() == packed.codes.data_ptr()
+    assert woven.scales.data_ptr() == packed.scales.data_ptr()
+
+
+def test_a_woven_word_gives_two_pairs_of_bf16_by_the_instructions_named() -> None:
+    """Each is its code times 2^-120, whatever the codes beside it."""
+    codes = torch.arange(256).repeat_interleave(256).to(torch.uint8)
+    words = torch.stack([codes, codes.flip(0), codes.roll(77), codes.view(256, 256).T.flatten()], 1)
+    packed = PackedMxfp8Weight(
+        words.view(16, 8, 2048).clone(), torch.zeros(16, 8, 64, dtype=torch.uint8)
+    )
+    w = weave(packed).codes.view(torch.int32).flatten().long() & 0xFFFFFFFF
+    pairs = torch.stack([w & 0x87F087F0, (w << 4 ^ w >> 4) & 0x87F087F0], 1)
+    halves = torch.stack([pairs & 0xFFFF, pairs >> 16], 2).view(-1, 4)
+    values = (halves << 16).to(torch.int64)
+    got = torch.where(values >= 1 << 31, values - (1 << 32), values).int().view(torch.float32)
+    want = words.view(torch.float8_e4m3fn).float()
+    number = ~want.isnan()
+    assert torch.equal((got * 2.0**120)[number], want[number])
+
+
+def test_a_woven_scale_byte_is_the_exponent_of_its_factor() -> None:
+    scales = torch.tensor([0, 1, 127, MAX_WOVEN_SCALE], dtype=torch.uint8).repeat(16)
+    packed = PackedMxfp8Weight(
+        torch.zeros(1, 1, 2048, dtype=torch.uint8), scales.clone().view(1, 1, 64)
+    )
+    factors = (weave(packed).scales.flatten().int() << 23).view(torch.float32)
+    assert torch.equal(factors, torch.exp2(scales.float() - 39))
 
 
 def test_packing_uses_the_memory_that_it_is_given() -> None:

@@ -9,7 +9,7 @@ from winnow.errors import UnsupportedError
 from winnow.ops.case import Case, error, judge
 from winnow.ops.codec import reference as codec
 from winnow.ops.cuda_build import build, compiler
-from winnow.ops.fragments_mxfp8 import PackedMxfp8Weight
+from winnow.ops.fragments_mxfp8 import PackedMxfp8Weight, unpack
 from winnow.ops.linear import hopper
 from winnow.ops.linear.cases import CASES
 from winnow.ops.linear.reference import dequantise
@@ -21,7 +21,15 @@ needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="there is no Hopper GPU",
 )
-WIDTHS = ((6144, 6144), (6144, 8192), (9216, 6144), (6144, 3072), (384, 384), (640, 6144))
+WIDTHS = (
+    (6144, 6144),
+    (6144, 8192),
+    (9216, 6144),
+    (6144, 3072),
+    (384, 384),
+    (384, 256),
+    (640, 6144),
+)
 
 
 def weight(n: int, k: int) -> Mxfp8Weight:
@@ -35,10 +43,14 @@ def test_the_kernels_compile(source: object) -> None:
     assert build(source).stat().st_size > 0  # type: ignore[arg-type]
 
 
-def test_a_packed_weight_means_what_it_meant() -> None:
+either_form = pytest.mark.parametrize("woven", [False, True])
+
+
+@either_form
+def test_a_packed_weight_means_what_it_meant(woven: bool) -> None:
     standard = weight(48, 256)
     want = dequantise(standard, torch.bfloat16)
-    packed = hopper.prepare(standard)
+    packed = hopper.prepare(standard, woven=woven)
     assert isinstance(packed, PackedMxfp8Weight)
     assert torch.equal(dequantise(packed, torch.bfloat16), want)
 
@@ -59,13 +71,27 @@ def test_what_cannot_be_packed_stays_as_it_is() -> None:
         assert hopper.prepare(other) is other
 
 
-def test_a_code_of_nan_is_put_into_the_scales() -> None:
+@either_form
+def test_a_code_of_nan_is_put_into_the_scales(woven: bool) -> None:
     standard = weight(16, 128)
     standard.codes.view(torch.uint8)[5, 70] = 0xFF
-    packed = hopper.prepare(standard)
+    packed = hopper.prepare(standard, woven=woven)
     assert isinstance(packed, PackedMxfp8Weight)
     assert int((packed.scales == 255).sum()) == 1
     assert dequantise(packed, torch.float32)[5, 64:96].isnan().all()
+
+
+def test_woven_codes_are_zero_where_the_scale_is_nan() -> None:
+    standard = weight(16, 128)
+    standard.codes.view(torch.uint8)[5, 70] = 0xFF
+    standard.scales[3, 1] = 255
+    packed = hopper.prepare(standard, woven=True)
+    assert isinstance(packed, PackedMxfp8Weight)
+    codes, _ = unpack(packed)
+    zero = codes.view(torch.uint8) == 0
+    assert zero[5, 64:96].all()
+    assert zero[3, 32:64].all()
+    assert dequantise(packed, torch.float32)[3, 32:64].isnan().all()
 
 
 def test_scales_beyond_what_is_multiplied_are_refused() -> None:
@@ -139,10 +165,9 @@ def test_every_case_that_is_taken_agrees_with_the_reference(case: Case) -> None:
 @needs_hopper
 @pytest.mark.parametrize(("n", "k"), WIDTHS)
 @pytest.mark.parametrize("rows", [1, 8, 13, 31, 40, 64, 80, 100, 170, 256, 300, 900, 1100])
-def test_real_widths_agree_and_repeat_to_the_bit(rows: int, n: int, k: int) -> None:
-    codes = torch.randint(0x28, 0x48, (n, k), dtype=torch.uint8, device="cuda")
-    scales = torch.randint(112, 122, (n, k // 32), dtype=torch.uint8, device="cuda")
-    packed = hopper.prepare(Mxfp8Weight(codes.view(torch.float8_e4m3fn), scales))
+@either_form
+def test_real_widths_agree_and_repeat_to_the_bit(woven: bool, rows: int, n: int, k: int) -> None:
+    packed = hopper.prepare(large_weight(n, k), woven=woven)
     x = torch.randn(rows, k, device="cuda").bfloat16()
     x[0] *= 2.0**-30
     got = hopper.linear(x, packed)
@@ -152,13 +177,57 @@ def test_real_widths_agree_and_repeat_to_the_bit(rows: int, n: int, k: int) -> N
 
 
 @needs_hopper
-def test_two_weights_in_one_launch_give_what_each_gives_alone() -> None:
-    first, second = (hopper.prepare(_on_gpu(weight(n, 640))) for n in (96, 48))
+@pytest.mark.parametrize("rows", [1, 9, 64])
+def test_clusters_that_take_tiles_in_turn_add_each_of_them(rows: int) -> None:
+    n, k = 35200, 768
+    chosen = hopper.slicing(n // 16, k // 128, H200)
+    assert chosen.slices > 1
+    assert chosen.tiles > 2 * chosen.clusters
+    packed = hopper.prepare(large_weight(n, k), woven=True)
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    got = hopper.linear(x, packed)
+    want = (x.float() @ dequantise(packed, torch.bfloat16).float().T).bfloat16()
+    assert error(got, want) < 2.0**-8
+    assert torch.equal(got, hopper.linear(x, packed))
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [1, 30, 64, 200, 1100])
+@either_form
+def test_nan_and_the_smallest_and_largest_scales_reach_the_result(woven: bool, rows: int) -> None:
+    standard = weight(64, 256)
+    standard.scales[3, 1], standard.scales[7, 2], standard.scales[9, 5] = 255, 0, hopper.MAX_SCALE
+    standard.codes.view(torch.uint8)[20, 70] = 0x7F
+    x = torch.randn(rows, 256, device="cuda").bfloat16()
+    want = x.float() @ dequantise(standard, torch.float32).cuda().T
+    got = hopper.linear(x, hopper.prepare(_on_gpu(standard), woven=woven)).float()
+    there = torch.ones(64, dtype=torch.bool)
+    there[[3, 20]] = False
+    assert got[:, ~there].isnan().all()
+    assert error(got[:, 9:10], want[:, 9:10]) < 2.0**-7
+    there[9] = False
+    assert error(got[:, there], want[:, there]) < 2.0**-7
+
+
+@needs_hopper
+@pytest.mark.parametrize("forms", [(False, False), (True, True), (True, False)])
+def test_two_weights_in_one_launch_give_what_each_gives_alone(forms: tuple[bool, bool]) -> None:
+    first, second = (
+        hopper.prepare(_on_gpu(weight(n, 640)), woven=woven)
+        for n, woven in zip((96, 48), forms, strict=True)
+    )
     for rows in (1, 9, 64, 200, 600):
         x = torch.randn(rows, 640, device="cuda").bfloat16()
         a, b = hopper.pair(hopper.linear)(x, first, second)
         assert torch.equal(a, hopper.linear(x, first))
         assert torch.equal(b, hopper.linear(x, second))
+
+
+def large_weight(n: int, k: int) -> Mxfp8Weight:
+    codes = torch.randint(0x28, 0x48, (n, k), dtype=torch.uint8, device="cuda")
+    codes |= torch.randint(2, (n, k), dtype=torch.uint8, device="cuda") << 7
+    scales = torch.randint(112, 122, (n, k // 32), dtype=torch.uint8, device="cuda")
+    return Mxfp8Weight(codes.view(torch.float8_e4m3fn), scales)
 
 
 def _on_gpu(standard: Mxfp8Weight) -> Mxfp8Weight:

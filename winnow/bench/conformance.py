@@ -6,13 +6,14 @@ list of ops and the table that is printed. Knows nothing of timing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
 from winnow.ops.case import Case, Verdict, judge
-from winnow.ops.table import DEVICES, Kernels, kernels, server
+from winnow.ops.table import DEVICES, Kernels, chosen, kernels
 
 KERNEL_OPS = (
     "norm",
@@ -29,11 +30,12 @@ KERNEL_OPS = (
 
 @dataclass(frozen=True)
 class Report:
-    """What one op showed. `identical`: outputs that must be equal bit for bit; None if it has
-    none. `worst` is the largest error over its tolerance among the others (at most 1.0 passes)."""
+    """What one op showed. `served`: how many calls each module served, of the cases. `identical`:
+    outputs that must be equal bit for bit; None if it has none. `worst` is the largest error over
+    its tolerance among the others (at most 1.0 passes)."""
 
     op: str
-    served_by: str
+    served: dict[str, int]
     cases: int
     failed: tuple[str, ...]
     identical: bool | None
@@ -71,18 +73,35 @@ def _served(op: str, table: Kernels) -> Served:
 
 
 def _report(op: str, table: Kernels, served: Served) -> Report:
-    found = list(verdicts(op, served, DEVICES[table.backend]))
+    served_by: Counter[str] = Counter()
+    found = list(verdicts(op, _counting(served, served_by), DEVICES[table.backend]))
     exact = [v.passed for v in found if v.tolerance == 0.0]
     shares = [v.error / v.tolerance for v in found if v.tolerance > 0.0]
-    functions = [function for case in cases(op) if (function := served(case.op)) is not None]
     return Report(
         op=op,
-        served_by=server(functions[0]),
-        cases=len(functions),
+        served=dict(served_by.most_common()),
+        cases=len({(v.op, v.case) for v in found}),
         failed=tuple(f"{v.case}: {v.output} error {v.error:.2e}" for v in found if not v.passed),
         identical=all(exact) if exact else None,
         worst=max(shares) if shares else None,
     )
+
+
+def _counting(served: Served, by_module: Counter[str]) -> Served:
+    """`served`, its functions counting in `by_module` which module serves each call."""
+
+    def counted(name: str) -> Callable[..., Any] | None:
+        function = served(name)
+        if function is None:
+            return None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            by_module[chosen(function, *args, **kwargs).__module__] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    return counted
 
 
 def _kernel(table: Kernels, name: str) -> Callable[..., Any]:
@@ -103,11 +122,12 @@ def _reference(op: str, name: str) -> Callable[..., Any]:
 
 def render(reports: list[Report]) -> str:
     """A table for people, failures below it."""
-    lines = [f"{'op':18} {'cases':>5}  {'exact':8} {'error/tolerance':>15}  served by"]
+    lines = [f"{'op':18} {'cases':>5}  {'exact':8} {'error/tolerance':>15}  calls served by"]
     for r in reports:
         exact = {None: "-", True: "yes", False: "NO"}[r.identical]
         worst = "-" if r.worst is None else f"{r.worst:.3f}"
-        lines.append(f"{r.op:18} {r.cases:5}  {exact:8} {worst:>15}  {r.served_by}")
+        served = ", ".join(f"{module} ({count})" for module, count in r.served.items())
+        lines.append(f"{r.op:18} {r.cases:5}  {exact:8} {worst:>15}  {served}")
     lines += [f"FAILED {r.op}: {what}" for r in reports for what in r.failed]
     return "\n".join(lines)
 

@@ -70,9 +70,7 @@ class DeviceSteps:
     ) -> list[dict[str, float]]:
         """Seconds of each part of `samples` steps, computed as they are."""
         model, events = self._runner.model, Events()
-        timed = Transformer(
-            model.spec, model.weights, watched(model.kernels, events, model.weights.head)
-        )
+        timed = Transformer(model.spec, model.weights, watched(model.kernels, events))
         inputs = self._runner.inputs(plan, requests)
         asked = [SampleRow(seed=0, index=0, temperature=0.0)] * len(plan.rows)
 

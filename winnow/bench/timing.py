@@ -22,22 +22,22 @@ from winnow.engine.inputs import StepInputs
 from winnow.engine.runner import Runner
 from winnow.model.transformer import Transformer
 from winnow.ops.table import Kernels
-from winnow.ops.weights import Weight
 
+HEAD = "head"
 PARTS = {
     "attention_inputs": "projections and insert",
     "select_blocks": "selection",
     "sparse_attention": "sparse attention",
     "dense_attention": "dense attention",
     "linear": "output projection",
+    "head": HEAD,
     "moe": "experts",
     "mlp": "dense MLP",
     "norm": "norms",
     "add_norm": "norms",
     "sample": "sampling",
 }
-"""What an op's time is called. The product with the head is apart from the other `linear`s."""
-HEAD = "head"
+"""What an op's time is called."""
 BETWEEN = "embedding, rotation and residuals"
 SCHEDULING = "scheduling"
 INPUTS = "inputs"
@@ -103,13 +103,12 @@ class Events:
         return seconds
 
 
-def watched(table: Kernels, clock: Clock, head: Weight) -> Kernels:
+def watched(table: Kernels, clock: Clock) -> Kernels:
     """The same ops, timed by `clock`."""
 
     def timed(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            part = HEAD if op == "linear" and args[1] is head else PARTS[op]
-            return clock.around(part, function, *args)
+            return clock.around(PARTS[op], function, *args)
 
         return call
 
@@ -122,7 +121,7 @@ class WatchedRunner(Runner):
 
     def __init__(self, inner: Runner, watch: Stopwatch) -> None:
         model = inner.model
-        table = watched(model.kernels, watch, model.weights.head)
+        table = watched(model.kernels, watch)
         super().__init__(Transformer(model.spec, model.weights, table), inner.storage)
         self.watch = watch
         self.begun = 0.0

@@ -50,8 +50,7 @@ class Transformer:
             if norm is weights.final_norm and logit_rows is not None:
                 x, out = x[logit_rows], out[logit_rows]
             x, normed = ops.add_norm(x, out, norm, eps)
-        found = ops.linear(normed, weights.head)
-        return found.float() if logits is None else logits.copy_(found)
+        return ops.head(normed, weights.head, logits)
 
     def _attention(
         self,

@@ -7,7 +7,7 @@ fp32 in any order of summation: a selection may then be asked to be identical ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +64,13 @@ def small_spec(topk_blocks: int = 4) -> ModelSpec:
         quantization="none",
         bos_id=None,
         eos_ids=(),
+    )
+
+
+def wide_spec(topk_blocks: int = 4) -> ModelSpec:
+    """`small_spec` with attention heads as MiniMax-M3 has them, 16 of 128 dims for a KV head."""
+    return replace(
+        small_spec(topk_blocks), num_heads=32, num_kv_heads=2, head_dim=128, rotary_dim=64
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
@@ -19,7 +20,7 @@ from winnow.errors import UnsupportedError
 from winnow.ops.attention_inputs import AttentionInputs
 from winnow.ops.cuda_build import compiler as cuda_compiler
 from winnow.ops.dense_attention import DenseAttention
-from winnow.ops.linear import Linear
+from winnow.ops.linear import Head, Linear
 from winnow.ops.mlp import Mlp
 from winnow.ops.moe import Moe
 from winnow.ops.native import compiler
@@ -52,8 +53,7 @@ class ByCase(Generic[P, R]):
     general: Callable[P, R]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        chosen = self.special if self.takes(*args, **kwargs) else self.general
-        return chosen(*args, **kwargs)
+        return chosen(self, *args, **kwargs)(*args, **kwargs)
 
 
 class Prepare(Protocol):
@@ -77,6 +77,7 @@ class Kernels:
     norm: Norm
     add_norm: AddNorm
     linear: Linear
+    head: Head
     attention_inputs: AttentionInputs
     select_blocks: SelectBlocks
     sparse_attention: SparseAttention
@@ -90,6 +91,13 @@ class Kernels:
         """The module that serves each op, or both of two and the case between them."""
         ops = (f.name for f in fields(self) if f.name not in ("backend", "prepare"))
         return {op: server(getattr(self, op)) for op in ops}
+
+
+def chosen(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
+    """The one of an op's functions that serves these arguments."""
+    while isinstance(function, ByCase):
+        function = function.special if function.takes(*args, **kwargs) else function.general
+    return function
 
 
 def server(function: Callable[..., object]) -> str:
@@ -139,7 +147,7 @@ def kernels(backend: str) -> Kernels:
 def _reference() -> Kernels:
     from winnow.ops.attention_inputs.reference import attention_inputs
     from winnow.ops.dense_attention.reference import dense_attention
-    from winnow.ops.linear.reference import linear
+    from winnow.ops.linear.reference import head, linear
     from winnow.ops.mlp.reference import mlp
     from winnow.ops.moe.reference import moe
     from winnow.ops.norm.reference import add_norm, norm
@@ -152,6 +160,7 @@ def _reference() -> Kernels:
         norm=norm,
         add_norm=add_norm,
         linear=linear,
+        head=head,
         attention_inputs=attention_inputs,
         select_blocks=select_blocks,
         sparse_attention=sparse_attention,
@@ -165,7 +174,7 @@ def _reference() -> Kernels:
 def _cpu() -> Kernels:
     from winnow.ops.attention_inputs.cpu import attention_inputs
     from winnow.ops.dense_attention.cpu import dense_attention
-    from winnow.ops.linear.cpu import linear
+    from winnow.ops.linear.cpu import head, linear
     from winnow.ops.mlp.cpu import mlp
     from winnow.ops.moe.cpu import moe
     from winnow.ops.norm.cpu import add_norm, norm
@@ -178,6 +187,7 @@ def _cpu() -> Kernels:
         norm=norm,
         add_norm=add_norm,
         linear=linear,
+        head=head,
         attention_inputs=attention_inputs,
         select_blocks=select_blocks,
         sparse_attention=sparse_attention,
@@ -191,7 +201,7 @@ def _cpu() -> Kernels:
 def _cuda() -> Kernels:
     from winnow.ops.attention_inputs.cuda import attention_inputs
     from winnow.ops.dense_attention.cuda import dense_attention
-    from winnow.ops.linear.cuda import linear
+    from winnow.ops.linear.cuda import head, linear
     from winnow.ops.mlp.cuda import mlp
     from winnow.ops.moe.cuda import moe
     from winnow.ops.norm.cuda import add_norm, norm
@@ -204,6 +214,7 @@ def _cuda() -> Kernels:
         norm=norm,
         add_norm=add_norm,
         linear=linear,
+        head=head,
         attention_inputs=attention_inputs,
         select_blocks=select_blocks,
         sparse_attention=sparse_attention,
@@ -282,11 +293,12 @@ def _hopper() -> Kernels:
 
 def _prepare_for_hopper(part: Part, spec: ModelSpec, dtype: torch.dtype) -> Part:
     """Packed for tensor cores wherever hopper's own kernels, which take bf16, serve the part."""
-    from winnow.ops.linear.hopper import prepare as packed
+    from winnow.ops.linear.hopper import prepare
     from winnow.ops.moe.hopper import prepare as packed_experts
 
     if dtype is not torch.bfloat16:
         return part
+    packed = partial(prepare, woven=True)
     if isinstance(part, MoeWeights):
         moe = packed_experts(part, spec)
         return replace(part, gate_up=moe.gate_up, down=moe.down, shared=moe.shared)

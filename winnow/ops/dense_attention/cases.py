@@ -8,17 +8,19 @@ from typing import Any
 import torch
 
 from winnow.ops.case import Case, Cost
-from winnow.ops.case_data import DTYPES, TOLERANCE, Tokens, filled, small_spec
+from winnow.ops.case_data import DTYPES, TOLERANCE, Tokens, filled, small_spec, wide_spec
+from winnow.spec.model import ModelSpec
 
 _EDGES = tuple(Tokens(n, 1) for n in (1, 127, 128, 129, 511, 512, 513, 3000))
 _VERIFY = (Tokens(700, 4), Tokens(129, 8), Tokens(0, 2), Tokens(1026, 5))
 _PREFILL = (Tokens(260, 260), Tokens(1300, 130), Tokens(0, 3), Tokens(1000, 1))
 
 
-def _inputs(tokens: tuple[Tokens, ...], kv: str, dtype: torch.dtype, fault: str) -> dict[str, Any]:
-    spec = small_spec()
+def _inputs(
+    tokens: tuple[Tokens, ...], kv: str, dtype: torch.dtype, fault: str, spec: ModelSpec
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(17)
-    state = filled(tokens, kv, "fp32")
+    state = filled(tokens, kv, "fp32", spec=spec)
     q = torch.randn(state.batch.num_rows, spec.num_heads, spec.head_dim, generator=generator)
     if fault == "sharp":
         q *= 50.0
@@ -33,13 +35,14 @@ def _case(
     kv: str = "fp32",
     compute: str = "fp32",
     fault: str = "",
+    wide: bool = False,
 ) -> Case:
-    spec = small_spec()
+    spec = wide_spec() if wide else small_spec()
     visible = sum(t.kv_len for t in tokens)
     return Case(
         op="dense_attention",
-        name=f"{name} kv {kv} {compute} {fault}".rstrip(),
-        inputs=partial(_inputs, tokens, kv, DTYPES[compute], fault),
+        name=f"{name}{' wide' if wide else ''} kv {kv} {compute} {fault}".rstrip(),
+        inputs=partial(_inputs, tokens, kv, DTYPES[compute], fault, spec),
         outputs=lambda f, kw: {"out": f(**kw)},
         tolerances={"out": TOLERANCE[DTYPES[compute]]},
         cost=Cost(
@@ -58,4 +61,11 @@ CASES = (
     _case("no rows", ()),
     _case("decode", _EDGES, fault="sharp"),
     _case("verify", _VERIFY, fault="non-contiguous"),
+    *(
+        _case(name, tokens, kv, "bf16", wide=True)
+        for name, tokens in (("edges", _EDGES), ("prefill", _PREFILL))
+        for kv in ("bf16", "fp8", "nvfp4")
+    ),
+    _case("prefill", _PREFILL, "nvfp4", "bf16", fault="sharp", wide=True),
+    _case("prefill", _PREFILL, "fp8", "bf16", fault="non-contiguous", wide=True),
 )

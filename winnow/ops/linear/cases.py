@@ -43,6 +43,24 @@ def _case(kind: str, name: str, rows: int, n: int = 80, k: int = 96, fault: str 
     )
 
 
+def _head_inputs(name: str, rows: int, n: int, given: bool, fault: str) -> dict[str, Any]:
+    made = _inputs("plain", DTYPES[name], rows, n, 96, fault)
+    return made | {"out": torch.full((rows, n), float("nan")) if given else None}
+
+
+def _head_case(name: str, rows: int, n: int = 80, given: bool = False, fault: str = "") -> Case:
+    into = " into memory given" if given else ""
+    return Case(
+        op="head",
+        name=f"{rows}x96 to {n} {name}{into} {fault}".rstrip(),
+        inputs=partial(_head_inputs, name, rows, n, given, fault),
+        outputs=lambda f, kw: {"out": f(**kw)},
+        # Whatever the inputs' dtype: what is rounded to it fails.
+        tolerances={"out": TOLERANCE[torch.float32]},
+        cost=Cost(n * 96 * DTYPES[name].itemsize, 2 * rows * n * 96),
+    )
+
+
 CASES = (
     *(
         _case(kind, name, rows)
@@ -70,4 +88,14 @@ CASES = (
     _case("mxfp8", "bf16", 9, n=16, k=128),
     _case("plain", "fp32", 4, fault="nan and inf"),
     _case("nvfp4", "fp32", 5, fault="non-contiguous"),
+    *(
+        _head_case(name, rows, given=given)
+        for name in DTYPES
+        for rows in (0, 1, 17)
+        for given in (False, True)
+    ),
+    # More values than a CPU widens at a time.
+    _head_case("bf16", 3, n=11_000),
+    _head_case("bf16", 4, fault="nan and inf"),
+    _head_case("bf16", 5, given=True, fault="non-contiguous"),
 )

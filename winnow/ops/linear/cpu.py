@@ -48,6 +48,18 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return out
 
 
+def head(x: Tensor, weight: PlainWeight, out: Tensor | None) -> Tensor:
+    """See `winnow.ops.linear.Head`."""
+    width, depth = weight.data.shape
+    found = torch.empty(x.shape[0], width) if out is None else out
+    # A weight in fp32 is not copied; the others are widened a few rows at a time.
+    step = width if weight.data.dtype is torch.float32 else max(1, _TILE_VALUES // depth)
+    for start in range(0, width, step):
+        tile = slice(start, start + step)
+        found[:, tile] = _product(x.float(), weight.data[tile].float())
+    return found
+
+
 def grouped_linear(
     x: Tensor, weight: Weight, experts: Sequence[int], counts: Sequence[int]
 ) -> Tensor:

@@ -35,6 +35,15 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return out
 
 
+def head(x: Tensor, weight: PlainWeight, out: Tensor | None) -> Tensor:
+    """See `winnow.ops.linear.Head`."""
+    if out is None:
+        out = torch.empty(x.shape[0], weight.data.shape[0], dtype=torch.float32, device=x.device)
+    if x.is_cuda and x.dtype is not torch.float32:
+        return torch.mm(x, weight.data.T, out_dtype=torch.float32, out=out)
+    return torch.mm(x.float(), weight.data.float().T, out=out)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
     x_ptr, codes_ptr, scales_ptr, global_ptr, out_ptr, rows, x_stride,

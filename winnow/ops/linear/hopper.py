@@ -21,12 +21,14 @@ from torch import Tensor
 from winnow.errors import UnsupportedError
 from winnow.ops.cuda_build import library
 from winnow.ops.fragments_mxfp8 import (
+    MAX_WOVEN_SCALE,
     PIECE,
     STRIP,
     TILE,
     PackedMxfp8Weight,
     pack,
     packable,
+    weave,
 )
 from winnow.ops.linear import Linear
 from winnow.ops.weights import Mxfp8Weight, Weight
@@ -39,7 +41,7 @@ SLICED_ROWS = 64
 """Up to which csrc/slices.cu serves."""
 MANY_ROWS = 1024
 """Up to which csrc/ranges.cu does. Beyond, expanding the weight costs little of the product."""
-MAX_SCALE = 166
+MAX_SCALE = MAX_WOVEN_SCALE
 """Largest scale byte that the kernels multiply by: weights below 2^48."""
 
 _SLICED_COLUMNS = (8, 16, 32, 48, 64)
@@ -56,39 +58,42 @@ _NAN_SCALE, _NAN_CODE = 255, 0x7F
 _STEP_ROWS = 1 << 10
 
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_PRODUCT = (_P, _N, _I, _I, *(_P, _P, _P, _I), *(_P, _P, _P, _I))
+_PRODUCT = (_P, _N, _I, _I, *(_P, _P, _P, _I), *(_P, _P, _P, _I), _I)
 _SLICES_SIGNATURES = {
     "winnow_linear_slices_clusters": (_I, _I),
     "winnow_linear_slices": (*_PRODUCT, _I, _I, _I, _I, _I, _P),
 }
 _RANGES_SIGNATURES = {"winnow_linear_ranges": (*_PRODUCT, _P, _I, _I, _I, _I, _P)}
-_EXPAND_SIGNATURES = {"winnow_linear_expand": (_P, _P, _P, _N, _I, _P)}
+_EXPAND_SIGNATURES = {"winnow_linear_expand": (_P, _P, _I, _P, _N, _I, _P)}
 
 
-def prepare(weight: Weight) -> Weight:
+def prepare(weight: Weight, *, woven: bool = False) -> Weight:
     """`weight` as the kernels read it: an MXFP8 matrix of whole strips is packed in place, so what
-    was given may not be used any more; any other weight is returned as it is.
+    was given may not be used any more; any other weight is returned as it is. A matrix, but no
+    stack, may be woven besides: its products are faster, and only `linear` reads it.
 
     UnsupportedError for scales of 2^40 and more (bytes above `MAX_SCALE`, but for NaN).
     """
     if not isinstance(weight, Mxfp8Weight) or not packable(*weight.codes.shape[-2:]):
         return weight
     codes, scales = weight.codes.view(torch.uint8), weight.scales
+    woven = woven and codes.dim() == 2
     if bool(((scales > MAX_SCALE) & (scales != _NAN_SCALE)).any()):
         raise UnsupportedError(
             f"these kernels multiply by scales up to 2^{MAX_SCALE - 127}, and a weight has larger "
             "ones: use --backend cuda"
         )
     # Kernels see NaN in a scale or in a code. Where one is, an output is NaN whatever the rest of
-    # its group of columns is, so each is put into the other.
+    # its group of columns is, so each is put into the other; woven codes beside it are 0.
     for some, their in zip(
         codes.view(-1, scales.shape[-1], TILE).split(_STEP_ROWS),
         scales.view(-1, scales.shape[-1]).split(_STEP_ROWS),
         strict=True,
     ):
-        some.masked_fill_((their == _NAN_SCALE).unsqueeze(-1), _NAN_CODE)
         their.masked_fill_(((some & _NAN_CODE) == _NAN_CODE).any(-1), _NAN_SCALE)
-    return pack(codes, scales)
+        some.masked_fill_((their == _NAN_SCALE).unsqueeze(-1), 0 if woven else _NAN_CODE)
+    packed = pack(codes, scales)
+    return weave(packed) if woven else packed
 
 
 def takes(x: Tensor, weight: Weight) -> bool:
@@ -121,7 +126,10 @@ def pair(general: Linear) -> Callable[[Tensor, Weight, Weight], tuple[Tensor, Te
             return general(x, first), general(x, second)
         one, early = _packed(first)
         two, also_early = _packed(second)
-        a, b = _product(x, (one, two), early and also_early)
+        early = early and also_early
+        if one.woven != two.woven:
+            return _product(x, (one,), early)[0], _product(x, (two,), early)[0]
+        a, b = _product(x, (one, two), early)
         return a, b
 
     return both
@@ -132,8 +140,8 @@ def expand(weight: PackedMxfp8Weight) -> Tensor:
     rows, columns = weight.shape
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=weight.codes.device)
     error = _expander().winnow_linear_expand(
-        weight.codes.data_ptr(), weight.scales.data_ptr(), out.data_ptr(), rows // STRIP,
-        columns // PIECE, torch.cuda.current_stream(out.device).cuda_stream,
+        weight.codes.data_ptr(), weight.scales.data_ptr(), weight.woven, out.data_ptr(),
+        rows // STRIP, columns // PIECE, torch.cuda.current_stream(out.device).cuda_stream,
     )  # fmt: skip
     torch.cuda.check_error(error)
     return out
@@ -223,8 +231,8 @@ def _ranged(
         values = ctas * 2 * _RANGED_STRIPS * STRIP * columns
         scratch = torch.empty(values, dtype=torch.float32, device=x.device)
     error = _ranger().winnow_linear_ranges(
-        *_arguments(x, weights, outs), None if scratch is None else scratch.data_ptr(), columns,
-        strip_tiles, ctas, early, torch.cuda.current_stream(x.device).cuda_stream,
+        *_arguments(x, weights, outs), None if scratch is None else scratch.data_ptr(),
+        columns, strip_tiles, ctas, early, torch.cuda.current_stream(x.device).cuda_stream,
     )  # fmt: skip
     torch.cuda.check_error(error)
 
@@ -237,12 +245,14 @@ def _arguments(
     x: Tensor, weights: tuple[PackedMxfp8Weight, ...], outs: list[Tensor]
 ) -> tuple[int, ...]:
     """Those that both kernels have: rows, and up to two matrices with their results."""
+    (woven,) = {w.woven for w in weights}
     matrices = [
         (w.codes.data_ptr(), w.scales.data_ptr(), out.data_ptr(), w.shape[0] // STRIP)
         for w, out in zip(weights, outs, strict=True)
     ]
     matrices += [(0, 0, 0, 0)] * (2 - len(matrices))
-    return x.data_ptr(), x.stride(0), x.shape[0], x.shape[1] // PIECE, *matrices[0], *matrices[1]
+    product = (x.data_ptr(), x.stride(0), x.shape[0], x.shape[1] // PIECE)
+    return *product, *matrices[0], *matrices[1], woven
 
 
 @cache
@@ -294,7 +304,7 @@ def _packed(weight: Weight) -> tuple[PackedMxfp8Weight, bool]:
     if isinstance(weight, PackedMxfp8Weight):
         return weight, True
     assert isinstance(weight, Mxfp8Weight)
-    packed = prepare(Mxfp8Weight(weight.codes.clone(), weight.scales.clone()))
+    packed = prepare(Mxfp8Weight(weight.codes.clone(), weight.scales.clone()), woven=True)
     assert isinstance(packed, PackedMxfp8Weight)
     return packed, False
 

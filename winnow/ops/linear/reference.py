@@ -27,3 +27,8 @@ def dequantise(weight: Weight, dtype: torch.dtype) -> Tensor:
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """See `winnow.ops.linear.Linear`."""
     return (x.float() @ dequantise(weight, x.dtype).float().T).to(x.dtype)
+
+
+def head(x: Tensor, weight: PlainWeight, out: Tensor | None) -> Tensor:
+    """See `winnow.ops.linear.Head`."""
+    return torch.mm(x.float(), weight.data.float().T, out=out)

@@ -9,7 +9,8 @@
 //
 // Exactness. An E4M3 code's bits, moved, are the bf16 number code * 2^-120; times 2^(s - 39) it is
 // the weight times 2^-32, exactly while the weight is at least 2^-94 (or 0). Sums are fp32.
-// Scale bytes from 167 on are too large for this and give inf or NaN, as 255 should.
+// Scale bytes from 167 on are too large for this and give inf or NaN, as 255 should; woven, 255 is
+// infinity, and makes NaN of the codes beside it, which are 0.
 
 #pragma once
 
@@ -37,6 +38,11 @@ __host__ __device__ __forceinline__ int strips_of(const Work& work) {
 
 __host__ __device__ __forceinline__ int tiles_of(const Work& work) {
   return work.column_tiles * work.row_tiles;
+}
+
+__device__ __forceinline__ int strips_of(const Work& work, int tile) {
+  const int strips = strips_of(work), column = tile / work.row_tiles;
+  return strips * (column + 1) / work.column_tiles - strips * column / work.column_tiles;
 }
 
 // Warpgroups of a CTA that have strips in one of its tiles.
@@ -111,30 +117,36 @@ __device__ __forceinline__ bool step(const Order& order, Place& at) {
   return true;
 }
 
-// Two scale bytes (the low bytes of both halves) as bf16 factors 2^(s - 39).
-__device__ __forceinline__ uint32_t factors_of(uint32_t bytes) {
+// Of a row's four scales 0 and 2, or 1 and 3, as bf16 factors 2^(s - 39).
+template <bool WOVEN>
+__device__ __forceinline__ uint32_t factors_of(uint32_t scales, int odd) {
+  if constexpr (WOVEN) return (odd ? scales >> 1 : scales << 7) & 0x7F807F80u;
   uint32_t factors;
   asm("mad.lo.u32 %0, %1, 128, %2;"
       : "=r"(factors)
-      : "r"(bytes & 0x00FF00FFu), "r"(0x2C002C00u));
+      : "r"(scales >> 8 * odd & 0x00FF00FFu), "r"(0x2C002C00u));
   return __vminu2(factors, 0x7FC07FC0u);
 }
 
-// Codes of bytes 0 and 1 (SELECTOR 0x9180) or 2 and 3 (0xB3A2) as bf16, times a pair of factors.
-template <uint32_t SELECTOR>
-__device__ __forceinline__ uint32_t pair_of(uint32_t codes, uint32_t factor) {
-  uint32_t wide, product;
-  // Bytes with their signs extended to 16 bits, then moved to where bf16 has its exponent.
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(wide) : "r"(codes), "n"(SELECTOR));
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(wide << 4 & 0x87F087F0u), "r"(factor));
+// The lower or upper of two factors, twice: what the multiplication takes by itself.
+__device__ __forceinline__ uint32_t twice(uint32_t factors, bool upper) {
+  const auto both = *reinterpret_cast<const __nv_bfloat162*>(&factors);
+  const __nv_bfloat162 one = upper ? __high2bfloat162(both) : __low2bfloat162(both);
+  return *reinterpret_cast<const uint32_t*>(&one);
+}
+
+__device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t factor) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(factor));
   return product;
 }
 
 // 16 columns of a tile as a fragment: rows g, g + 8, then both in the upper half of the columns.
+template <bool WOVEN>
 __device__ __forceinline__ void expand(uint32_t low, uint32_t high, uint32_t upper, uint32_t lower,
                                        uint32_t (&a)[4]) {
-  a[0] = pair_of<0x9180>(low, upper), a[1] = pair_of<0xB3A2>(low, lower);
-  a[2] = pair_of<0x9180>(high, upper), a[3] = pair_of<0xB3A2>(high, lower);
+  a[0] = times(first_pair<WOVEN>(low), upper), a[1] = times(second_pair<WOVEN>(low), lower);
+  a[2] = times(first_pair<WOVEN>(high), upper), a[3] = times(second_pair<WOVEN>(high), lower);
 }
 
 // Copies where `wanted`: 16 or 8 bytes into shared memory, asynchronously.
@@ -182,7 +194,7 @@ __device__ __forceinline__ uint2 read_8(uint32_t from) {
 }
 
 // PARTS: bytes of shared memory that are kept for something else.
-template <int N, int GROUPS, int DEPTH, int PARTS>
+template <int N, int GROUPS, int DEPTH, bool WOVEN, int PARTS>
 struct Kernel {
   static constexpr int kWarps = 4 * GROUPS, kThreads = 128 * (GROUPS + 1);
   // What a CTA's registers at launch (168, 128 or 96 a thread) allow, with 24 of a feeding one.
@@ -312,12 +324,11 @@ struct Kernel {
     copy_wait<DEPTH - 1>();
     const uint2 scales = read_8(walk.held + scales_apart());
     uint4 codes[2] = {read_16(walk.held), read_16(walk.held + kTileBytes)};
-    const uint32_t upper[2] = {factors_of(scales.x), factors_of(scales.x >> 8)};
-    const uint32_t lower[2] = {factors_of(scales.y), factors_of(scales.y >> 8)};
+    const uint32_t upper[2] = {factors_of<WOVEN>(scales.x, 0), factors_of<WOVEN>(scales.x, 1)};
+    const uint32_t lower[2] = {factors_of<WOVEN>(scales.y, 0), factors_of<WOVEN>(scales.y, 1)};
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const uint32_t up = __byte_perm(upper[i % 2], 0, i < 2 ? 0x1010 : 0x3232);
-      const uint32_t low = __byte_perm(lower[i % 2], 0, i < 2 ? 0x1010 : 0x3232);
+      const uint32_t up = twice(upper[i % 2], i >= 2), low = twice(lower[i % 2], i >= 2);
       const uint4 w = codes[i % 2];
       // The products of two tiles ago have read their registers, and a stage that they end.
       wgmma_wait<1>();
@@ -325,8 +336,8 @@ struct Kernel {
         if (give >= 0) release(base, give);
       }
       uint32_t(&now)[2][4] = a[i % 2];
-      expand(w.x, w.y, up, low, now[0]);
-      expand(w.z, w.w, up, low, now[1]);
+      expand<WOVEN>(w.x, w.y, up, low, now[0]);
+      expand<WOVEN>(w.z, w.w, up, low, now[1]);
       if (i < 2) codes[i] = read_16(walk.held + (i + 2) * kTileBytes);
       constexpr int kEach = kTiles / kStages;  // tiles of a stage
       if (i % kEach == 0) barrier_wait(full(base, walk.slot), walk.parity);

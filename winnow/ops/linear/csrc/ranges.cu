@@ -17,13 +17,12 @@ struct Split {
 
   // First unit of a CTA's range.
   __device__ __forceinline__ int begin(int cta) const {
-    return static_cast<int>(static_cast<int64_t>(tiles) * pieces * cta / ctas);
+    return static_cast<uint32_t>(tiles * pieces) * cta / ctas;
   }
 
   // The CTA whose range has the unit.
   __device__ __forceinline__ int owner(int unit) const {
-    return static_cast<int>((static_cast<int64_t>(unit + 1) * ctas - 1) /
-                            (static_cast<int64_t>(tiles) * pieces));
+    return (static_cast<uint32_t>(unit + 1) * ctas - 1) / static_cast<uint32_t>(tiles * pieces);
   }
 };
 
@@ -32,9 +31,9 @@ __device__ __forceinline__ Split split_of(const Work& work, int ctas) {
   return {whole, tiles_of(work) - whole, work.pieces, ctas};
 }
 
-template <int N, int GROUPS, int DEPTH>
-struct Ranges : Kernel<N, GROUPS, DEPTH, 0> {
-  using Core = Kernel<N, GROUPS, DEPTH, 0>;
+template <int N, int GROUPS, int DEPTH, bool WOVEN>
+struct Ranges : Kernel<N, GROUPS, DEPTH, WOVEN, 0> {
+  using Core = Kernel<N, GROUPS, DEPTH, WOVEN, 0>;
   using Core::kWarps;
 
   // A share of one tile's K is done: to the result if it is all, else to scratch memory. first: it
@@ -95,16 +94,17 @@ struct Ranges : Kernel<N, GROUPS, DEPTH, 0> {
   }
 };
 
-template <int N, int GROUPS, int DEPTH>
-__global__ void __launch_bounds__(Ranges<N, GROUPS, DEPTH>::kThreads, 1)
+template <int N, int GROUPS, int DEPTH, bool WOVEN>
+__global__ void __launch_bounds__(Ranges<N, GROUPS, DEPTH, WOVEN>::kThreads, 1)
     multiply_ranges(const __grid_constant__ Work work, const __grid_constant__ CUtensorMap map) {
-  Ranges<N, GROUPS, DEPTH>::run(work, map);
+  Ranges<N, GROUPS, DEPTH, WOVEN>::run(work, map);
 }
 
 constexpr int kAddWarps = 8;
+constexpr int kAddEights = 4;
 
 // Adds the shares of split tiles. blockIdx.y: the CTA whose range ends in the tile and has its
-// first unit. A warp: eight rows of a strip. strips: of a tile at most; eights: of a tile's rows.
+// first unit. A warp: some eights of a strip's rows. strips: of a tile at most; eights: of rows.
 __global__ void __launch_bounds__(kAddWarps * 32)
     add_parts(const __grid_constant__ Work work, int strips, int eights, int ctas) {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -112,29 +112,37 @@ __global__ void __launch_bounds__(kAddWarps * 32)
   const int first = blockIdx.y, end = split.begin(first + 1), within = end / work.pieces;
   if (end % work.pieces == 0 || split.begin(first) > within * work.pieces) return;
   const int parts = split.owner((within + 1) * work.pieces - 1) - first + 1;
-  const int item = blockIdx.x * kAddWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int item = (blockIdx.x * kAddWarps + threadIdx.x / 32) * kAddEights;
   if (item >= strips * eights) return;
-  const int tile = split.first + within;
+  const int lane = threadIdx.x % 32, tile = split.first + within;
   const int row = (tile % work.row_tiles * eights + item % eights) * 8;
   const Strip strip = strip_of(work, tile, item / eights);
   if (!strip.there || row >= work.rows) return;
   const int64_t apart = static_cast<int64_t>(strips) * eights * 32;
   const float4* from = work.scratch + 2 * first * apart + item * 32 + lane;
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  float4 sum = {};
+  float4 sums[kAddEights] = {};
   constexpr int kAtOnce = 4;
   for (int done = 0; done < parts; done += kAtOnce) {
-    float4 some[kAtOnce];
+    float4 some[kAtOnce][kAddEights];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      some[i] = done + i < parts
-                    ? __ldcg(from + (done + i == 0 ? 1 : 2 * (done + i)) * apart)
-                    : float4{};
+#pragma unroll
+      for (int n = 0; n < kAddEights; ++n)
+        some[i][n] = done + i < parts
+                         ? __ldcg(from + (done + i == 0 ? 1 : 2 * (done + i)) * apart + n * 32)
+                         : float4{};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      sum.x += some[i].x, sum.y += some[i].y, sum.z += some[i].z, sum.w += some[i].w;
+#pragma unroll
+      for (int n = 0; n < kAddEights; ++n) {
+        sums[n].x += some[i][n].x, sums[n].y += some[i][n].y;
+        sums[n].z += some[i][n].z, sums[n].w += some[i][n].w;
+      }
   }
-  store(*strip.matrix, work.rows, strip.number, row, sum);
+#pragma unroll
+  for (int n = 0; n < kAddEights; ++n)
+    store(*strip.matrix, work.rows, strip.number, row + 8 * n, sums[n]);
 }
 
 using Kernels = void (*)(Work, CUtensorMap);
@@ -145,17 +153,19 @@ struct Variant {
 };
 
 template <int N, int GROUPS, int DEPTH>
-Variant variant() {
-  using K = Ranges<N, GROUPS, DEPTH>;
-  return {multiply_ranges<N, GROUPS, DEPTH>, GROUPS, K::kThreads, K::kBytes};
+Variant variant(bool woven) {
+  using K = Ranges<N, GROUPS, DEPTH, true>;  // as large for either form
+  const Kernels kernel = woven ? multiply_ranges<N, GROUPS, DEPTH, true>
+                               : multiply_ranges<N, GROUPS, DEPTH, false>;
+  return {kernel, GROUPS, K::kThreads, K::kBytes};
 }
 
-Variant variant_of(int columns) {
+Variant variant_of(int columns, bool woven) {
   switch (columns) {
-    case 96: return variant<96, 2, 3>();
-    case 128: return variant<128, 2, 3>();
-    case 192: return variant<192, 2, 3>();
-    case 256: return variant<256, 2, 3>();
+    case 96: return variant<96, 2, 3>(woven);
+    case 128: return variant<128, 2, 3>(woven);
+    case 192: return variant<192, 2, 3>(woven);
+    case 256: return variant<256, 2, 3>(woven);
     default: return {};
   }
 }
@@ -169,9 +179,10 @@ Variant variant_of(int columns) {
 extern "C" int winnow_linear_ranges(const void* x, int64_t x_stride, int rows, int pieces,
                                     const void* codes, const void* scales, void* out, int strips,
                                     const void* other_codes, const void* other_scales,
-                                    void* other_out, int other_strips, float* scratch, int columns,
-                                    int tiles, int ctas, int early, cudaStream_t stream) {
-  const Variant chosen = variant_of(columns);
+                                    void* other_out, int other_strips, int woven, float* scratch,
+                                    int columns, int tiles, int ctas, int early,
+                                    cudaStream_t stream) {
+  const Variant chosen = variant_of(columns, woven != 0);
   if (chosen.kernel == nullptr || rows < 1 || pieces < 1 || tiles < 1 || ctas < 1)
     return cudaErrorInvalidValue;
   const Work work = {{matrix_of(codes, scales, out, strips),
@@ -190,8 +201,8 @@ extern "C" int winnow_linear_ranges(const void* x, int64_t x_stride, int rows, i
   error = start(chosen.kernel, launch, work, map);
   if (error != cudaSuccess || scratch == nullptr) return error;
   const int strips_each = 4 * chosen.groups, eights = columns / 8;
-  const int blocks = (strips_each * eights + kAddWarps - 1) / kAddWarps;
-  configure(launch, 1, blocks, kAddWarps * 32, 0, true, stream);
+  const int warps = strips_each * eights / kAddEights;
+  configure(launch, 1, (warps + kAddWarps - 1) / kAddWarps, kAddWarps * 32, 0, true, stream);
   launch.config.gridDim.y = ctas - 1;
   return cudaLaunchKernelEx(&launch.config, add_parts, work, strips_each, eights, ctas);
 }

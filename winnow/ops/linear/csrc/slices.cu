@@ -2,8 +2,9 @@
 //
 // Work. A tile is up to 16 strips, one for each warp, by N rows. The CTAs of a cluster divide its K
 // in slices. Each sends every other the sums that the other is to add up, into its shared memory;
-// after a barrier of the cluster they are added, always in the order of K. Clusters take tiles in
-// turn. Weights are asked for before the launch waits for the one before it.
+// when all have come they are added, always in the order of K. Up to 48 rows a barrier there counts
+// the bytes that come; at 64, where that is slower, it is a barrier of the cluster. Clusters take
+// tiles in turn. Weights are asked for before the launch waits for the one before it.
 
 #include "activations.cuh"
 #include "product.cuh"
@@ -14,7 +15,7 @@ __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// Publishes nothing.
+// Publishes nothing but barriers that were made.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -23,15 +24,25 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Into the shared memory of the cluster's CTA `rank`.
-__device__ __forceinline__ void write_there(uint32_t to, int rank, float4 v) {
+// The address that the cluster's CTA `rank` has at `here`.
+__device__ __forceinline__ uint32_t address_there(uint32_t here, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  return there;
+}
+
+// 16 bytes into another CTA's shared memory.
+__device__ __forceinline__ void send(uint32_t there, float4 v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x),
+               "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
+// The same, counted by that CTA's barrier.
+__device__ __forceinline__ void send(uint32_t there, float4 v, uint32_t bar_there) {
   asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5};\n"
-      "}\n" ::"r"(to),
-      "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+      ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar_there)
       : "memory");
 }
 
@@ -58,10 +69,16 @@ __host__ __device__ constexpr int most_places(int n) {
   return most;
 }
 
-template <int N, int GROUPS, int DEPTH>
-struct Slices : Kernel<N, GROUPS, DEPTH, 4 * GROUPS * most_places(N) * 512> {
-  using Core = Kernel<N, GROUPS, DEPTH, 4 * GROUPS * most_places(N) * 512>;
+// Behind them lies the barrier that counts what has come.
+__host__ __device__ constexpr int sums_bytes(int n, int groups) {
+  return 4 * groups * most_places(n) * 512;
+}
+
+template <int N, int GROUPS, int DEPTH, bool WOVEN>
+struct Slices : Kernel<N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 16> {
+  using Core = Kernel<N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 16>;
   using Core::kWarps;
+  static constexpr bool kCounted = N < 64;
 
   static __device__ __forceinline__ void run(const Work& work, int slices,
                                              const CUtensorMap& map) {
@@ -75,9 +92,16 @@ struct Slices : Kernel<N, GROUPS, DEPTH, 4 * GROUPS * most_places(N) * 512> {
     const int pieces = order.end - begin;
     const int turns = (tiles_of(work) - first + clusters - 1) / clusters;
     const uint32_t base = shared_address(shared);
-    // Nobody writes to a CTA that has not begun.
+    const uint32_t arrived = Core::parts(base) + sums_bytes(N, GROUPS);
+    const bool feeds = threadIdx.x == kWarps * 32;
+    if (feeds) {
+      tensor_prefetch(map);
+      barrier_init(arrived, 1);
+      Core::make_ring(work, base);
+    }
+    __syncwarp();
+    // Nobody sends to a CTA that has not begun.
     if (slices > 1) cluster_arrive_relaxed();
-    if (threadIdx.x == kWarps * 32) tensor_prefetch(map), Core::make_ring(work, base);
     const bool has_strips = warp / 4 < groups_of(work);
     typename Core::Walk walk = {};
     if (has_strips) walk = Core::begin(work, order, base, {first, begin, 0}, turns * pieces);
@@ -86,16 +110,15 @@ struct Slices : Kernel<N, GROUPS, DEPTH, 4 * GROUPS * most_places(N) * 512> {
     if (warp >= kWarps) {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
       typename Core::Feed to = {{first, begin, 0}, 0, 1};
-      const bool feeds = threadIdx.x == kWarps * 32;
-      for (int turn = 0; turn <= turns; ++turn) {
+      for (int turn = 0; turn < turns; ++turn) {
         // A tile's activations come while the sums of the one before are added.
         const bool adds = turn > 0 && slices > 1;
-        if (adds) cluster_wait(), cluster_arrive();
-        if (feeds && turn < turns) Core::feed(work, map, order, base, pieces, to);
+        if (adds) cluster_wait(), cluster_arrive_relaxed();
+        if (feeds) Core::feed(work, map, order, base, pieces, to);
         __syncwarp();
-        if (adds) cluster_wait();
-        if (adds && turn < turns) cluster_arrive();
+        if (adds && !kCounted) cluster_wait(), cluster_arrive_relaxed();
       }
+      if (slices > 1 && !kCounted) cluster_wait(), cluster_arrive_relaxed(), cluster_wait();
       return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Core::kRegisters));
@@ -116,18 +139,26 @@ struct Slices : Kernel<N, GROUPS, DEPTH, 4 * GROUPS * most_places(N) * 512> {
           store_sum(n, {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]});
         continue;
       }
+      if (kCounted && threadIdx.x == 0)
+        barrier_expect(arrived, strips_of(work, tile) * slices * 512 *
+                                    ((N / 8 - rank + slices - 1) / slices));
+      __syncwarp();
       // The others have begun, and have added up the tile before.
       cluster_wait();
       // The adder of columns n is n % slices.
       int adder = 0, place = rank * each;
+      if (strip.there) {
 #pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
-        write_there(parts + place * 512, adder,
-                    {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]});
-        if (++adder == slices) adder = 0, ++place;
+        for (int n = 0; n < N / 8; ++n) {
+          const float4 sum = {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]};
+          const uint32_t there = address_there(parts + place * 512, adder);
+          if constexpr (kCounted) send(there, sum, address_there(arrived, adder));
+          else send(there, sum);
+          if (++adder == slices) adder = 0, ++place;
+        }
       }
-      cluster_arrive();
-      cluster_wait();
+      if constexpr (kCounted) barrier_wait(arrived, turn % 2);
+      else cluster_arrive(), cluster_wait();
       for (int n = rank, at = 0; n < N / 8 && strip.there; n += slices, ++at) {
         float4 sum = read_sum(parts + at * 512);
 #pragma unroll
@@ -143,11 +174,11 @@ struct Slices : Kernel<N, GROUPS, DEPTH, 4 * GROUPS * most_places(N) * 512> {
   }
 };
 
-template <int N, int GROUPS, int DEPTH>
-__global__ void __launch_bounds__(Slices<N, GROUPS, DEPTH>::kThreads, 1)
+template <int N, int GROUPS, int DEPTH, bool WOVEN>
+__global__ void __launch_bounds__(Slices<N, GROUPS, DEPTH, WOVEN>::kThreads, 1)
     multiply_slices(const __grid_constant__ Work work, int slices,
                     const __grid_constant__ CUtensorMap map) {
-  Slices<N, GROUPS, DEPTH>::run(work, slices, map);
+  Slices<N, GROUPS, DEPTH, WOVEN>::run(work, slices, map);
 }
 
 using Kernels = void (*)(Work, int, CUtensorMap);
@@ -158,18 +189,20 @@ struct Variant {
 };
 
 template <int N, int GROUPS, int DEPTH>
-Variant variant() {
-  using K = Slices<N, GROUPS, DEPTH>;
-  return {multiply_slices<N, GROUPS, DEPTH>, GROUPS, K::kThreads, K::kBytes};
+Variant variant(bool woven) {
+  using K = Slices<N, GROUPS, DEPTH, true>;  // as large for either form
+  const Kernels kernel = woven ? multiply_slices<N, GROUPS, DEPTH, true>
+                               : multiply_slices<N, GROUPS, DEPTH, false>;
+  return {kernel, GROUPS, K::kThreads, K::kBytes};
 }
 
-Variant variant_of(int columns) {
+Variant variant_of(int columns, bool woven) {
   switch (columns) {
-    case 8: return variant<8, 4, 2>();
-    case 16: return variant<16, 4, 2>();
-    case 32: return variant<32, 4, 2>();
-    case 48: return variant<48, 4, 2>();
-    case 64: return variant<64, 4, 2>();
+    case 8: return variant<8, 4, 2>(woven);
+    case 16: return variant<16, 4, 2>(woven);
+    case 32: return variant<32, 4, 2>(woven);
+    case 48: return variant<48, 4, 2>(woven);
+    case 64: return variant<64, 4, 2>(woven);
     default: return {};
   }
 }
@@ -178,7 +211,7 @@ Variant variant_of(int columns) {
 
 // Clusters of `slices` CTAs that the device holds at once; negative: a cudaError_t.
 extern "C" int winnow_linear_slices_clusters(int columns, int slices) {
-  const Variant chosen = variant_of(columns);
+  const Variant chosen = variant_of(columns, true);
   if (chosen.kernel == nullptr) return -cudaErrorInvalidValue;
   Launch launch;
   configure(launch, slices, 1, chosen.threads, chosen.bytes, false, nullptr);
@@ -186,17 +219,19 @@ extern "C" int winnow_linear_slices_clusters(int columns, int slices) {
 }
 
 // x: bf16 [rows, 128 pieces], 16-byte aligned as its rows are, x_stride in elements. Two packed
-// matrices with as many columns (the second with no strips, if there is one alone), and their
-// outputs [rows, 16 strips]. columns: 8, 16, 32, 48 or 64 rows are multiplied together. tiles:
-// in which the strips are divided, of up to 16. clusters: at most one for each tile and its rows.
+// matrices with as many columns (the second with no strips, if there is one alone), both woven or
+// neither, and their outputs [rows, 16 strips]. columns: 8, 16, 32, 48 or 64 rows are multiplied
+// together. tiles: in which the strips are divided, of up to 16. clusters: at most one for each
+// tile and its rows.
 // early: start before the launch before this one has ended (its results may be x, but not weights).
 // Returns a cudaError_t.
 extern "C" int winnow_linear_slices(const void* x, int64_t x_stride, int rows, int pieces,
                                     const void* codes, const void* scales, void* out, int strips,
                                     const void* other_codes, const void* other_scales,
-                                    void* other_out, int other_strips, int columns, int slices,
-                                    int tiles, int clusters, int early, cudaStream_t stream) {
-  const Variant chosen = variant_of(columns);
+                                    void* other_out, int other_strips, int woven, int columns,
+                                    int slices, int tiles, int clusters, int early,
+                                    cudaStream_t stream) {
+  const Variant chosen = variant_of(columns, woven != 0);
   if (chosen.kernel == nullptr || rows < 1 || slices < 1 || slices > kMostSlices ||
       slices > pieces || tiles < 1 || clusters < 1)
     return cudaErrorInvalidValue;
