@@ -23,6 +23,8 @@ FLAGS = (
     *("-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17"),
     *("-shared", "-Xcompiler", "-fPIC", "-cudart", "static"),
 )
+SHARED = Path(__file__).parent / "csrc"
+"""What sources of several ops include."""
 FOR_RACECHECK = ("-DWINNOW_EVERY_LANE_ARRIVES", "-lineinfo")
 """Added where $WINNOW_RACECHECK is set: compute-sanitizer's racecheck follows a barrier's arrivals
 by thread, so with these each lane arrives for itself where else one does for its warp."""
@@ -48,15 +50,15 @@ def library(source: Path, signatures: Mapping[str, tuple[type, ...]]) -> ctypes.
 
 
 def build(source: Path) -> Path:
-    """The library file for this source, the headers (.cuh) beside it, these flags and this
-    compiler; needs no GPU."""
+    """The library file for this source, the headers (.cuh) beside it and in SHARED, these flags and
+    this compiler; needs no GPU."""
     command = compiler()
     if command is None:
         raise UnsupportedError(
             "the hopper backend needs nvcc once, to build its kernels: install the CUDA toolkit "
             "(12.4 or newer), or set NVCC to the compiler's path"
         )
-    headers = sorted(source.parent.glob("*.cuh"))
+    headers = sorted((*source.parent.glob("*.cuh"), *SHARED.glob("*.cuh")))
     texts = (path.read_text() for path in (source, *headers))
     flags = FLAGS + (FOR_RACECHECK if os.environ.get("WINNOW_RACECHECK") else ())
     parts = (*texts, _version(command), " ".join(flags))

@@ -2,32 +2,17 @@
 
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "../../csrc/hopper.cuh"
 
 namespace {
-
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
 
 // Boxes of 64 columns by `box` rows of bf16 [rows, columns]; rows that are not there are 0. Strides
 // are counted in elements.
 cudaError_t describe(CUtensorMap& map, const void* x, int64_t x_stride, int rows, int columns,
                      int box) {
-  static Encode encode = nullptr;
-  if (encode == nullptr) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    if (error != cudaSuccess) return error;
-    if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-    encode = reinterpret_cast<Encode>(found);
-  }
+  Encode encode;
+  const cudaError_t error = find_encode(&encode);
+  if (error != cudaSuccess) return error;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   // One row may have any stride.
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(rows > 1 ? x_stride : columns) * 2};

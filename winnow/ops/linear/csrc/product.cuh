@@ -14,6 +14,7 @@
 
 #pragma once
 
+#include "../../csrc/hopper.cuh"
 #include "packed.cuh"
 #include "wgmma.cuh"
 
@@ -314,7 +315,7 @@ struct Kernel {
       barrier_init(full(base, slot), 1);
       barrier_init(empty(base, slot), 4 * groups_of(work));
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
   }
 
   // Adds a piece's products to `sums`. rows: the descriptor of the ring. give: slot of the stage

@@ -145,7 +145,7 @@ __device__ __forceinline__ void run(const Params& p, Shared<S>& shared, int slot
   uint32_t previous = 0;
   for (int pair = 0; pair < pairs; ++pair) {
     const Stage<S>& stage = shared.stages[walk.stage];
-    barrier_wait(&shared.full[walk.stage], walk.parity);
+    barrier_wait(shared.full[walk.stage], walk.parity);
     multiply_step<N>(sums, load<S>(stage, 0, warp, lane), shared_address(stage.rows[0]), previous,
                      pair > 0, lane);
     previous = shared_address(&shared.empty[walk.stage]);
@@ -156,7 +156,7 @@ __device__ __forceinline__ void run(const Params& p, Shared<S>& shared, int slot
   wgmma_wait<0>();
   barrier_arrive_warp(previous, lane);
   // The item before has left.
-  barrier_wait(&shared.freed, (walk.items & 1) ^ 1);
+  barrier_wait(shared.freed, (walk.items & 1) ^ 1);
   const uint32_t to = shared_address(shared.out[warp / 4][0]);
   if (item.kind == kGated) {
     store_hidden<N>(p, shared.factors[slot], scales, sums, to, warp, lane);
@@ -176,7 +176,7 @@ __device__ __forceinline__ void consume(const Params& p, Shared<Shape<GROUPS, LO
   Walk walk;
   while (true) {
     const int slot = walk.items % kSlots;
-    barrier_wait(&shared.known[slot], walk.items / kSlots % 2);
+    barrier_wait(shared.known[slot], walk.items / kSlots % 2);
     if (shared.items[slot].matrix < 0) break;
     const int n = shared.items[slot].n;
     (void)((n == LOOPS && (run<S, LOOPS>(p, shared, slot, walk, warp, lane), true)) || ...);
@@ -192,17 +192,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
-      barrier_init(&shared.full[i], 2);
-      barrier_init(&shared.empty[i], kWarpArrivals * S::kWarps);
+      barrier_init(shared.full[i], 2);
+      barrier_init(shared.empty[i], kWarpArrivals * S::kWarps);
     }
     for (int i = 0; i < kSlots; ++i) {
-      barrier_init(&shared.known[i], 1);
-      barrier_init(&shared.taken[i], 3);
-      barrier_init(&shared.late[i], 1);
+      barrier_init(shared.known[i], 1);
+      barrier_init(shared.taken[i], 3);
+      barrier_init(shared.late[i], 1);
     }
-    barrier_init(&shared.stored, kWarpArrivals * S::kWarps);
-    barrier_init(&shared.freed, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init(shared.stored, kWarpArrivals * S::kWarps);
+    barrier_init(shared.freed, 1);
+    barriers_made();
   }
   list_parts(p, shared);
   __syncthreads();

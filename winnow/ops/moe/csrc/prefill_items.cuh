@@ -171,11 +171,11 @@ template <typename S>
 __device__ __forceinline__ void list(const Params& p, Shared<S>& shared) {
   for (int i = 0;; ++i) {
     const int slot = i % kSlots;
-    if (i > 0) barrier_wait(&shared.late[(i - 1) % kSlots], (i - 1) / kSlots % 2);
+    if (i > 0) barrier_wait(shared.late[(i - 1) % kSlots], (i - 1) / kSlots % 2);
     const Item item = find_item(p, shared, atomicAdd(p.next, 1));
-    barrier_wait(&shared.taken[slot], i / kSlots % 2 ^ 1);
+    barrier_wait(shared.taken[slot], i / kSlots % 2 ^ 1);
     shared.items[slot] = item;
-    barrier_arrive(shared_address(&shared.known[slot]));
+    barrier_arrive(shared.known[slot]);
     if (item.matrix < 0) break;
   }
 }
@@ -195,7 +195,7 @@ __device__ __forceinline__ void feed_weights(const Params& p, const Maps& maps, 
   constexpr int kBytes = 2 * S::kWarps * (kPairCodes + kPairScales);
   int stage = 0, parity = 1, slot = 0, slot_parity = 0;
   while (true) {
-    barrier_wait(&shared.known[slot], slot_parity);
+    barrier_wait(shared.known[slot], slot_parity);
     const Item item = shared.items[slot];
     if (item.matrix < 0) break;
     const CUtensorMap &codes = maps.codes[item.kind], &scales = maps.scales[item.kind];
@@ -203,19 +203,21 @@ __device__ __forceinline__ void feed_weights(const Params& p, const Maps& maps, 
     const int pairs = p.products[item.kind].pairs, late = max(0, pairs - kTaken);
 #pragma unroll 1
     for (int pair = 0; pair < pairs; ++pair) {
-      if (pair == late) barrier_arrive(shared_address(&shared.late[slot]));
+      if (pair == late) barrier_arrive(shared.late[slot]);
       Stage<S>& to = shared.stages[stage];
-      uint64_t* full = &shared.full[stage];
-      barrier_wait(&shared.empty[stage], parity);
+      const uint32_t full = shared_address(&shared.full[stage]);
+      barrier_wait(shared.empty[stage], parity);
       barrier_expect(full, kBytes);
 #pragma unroll
       for (int which = 0; which < 2; ++which) {
-        tensor_load(to.codes[which], codes, pair * kPairCodes / 8, strips[which], full);
-        tensor_load(to.scales[which], scales, pair * kPairScales / 8, strips[which], full);
+        tensor_load(shared_address(to.codes[which]), codes, pair * kPairCodes / 8, strips[which],
+                    full);
+        tensor_load(shared_address(to.scales[which]), scales, pair * kPairScales / 8, strips[which],
+                    full);
       }
       if (++stage == S::kStages) stage = 0, parity ^= 1;
     }
-    barrier_arrive(shared_address(&shared.taken[slot]));
+    barrier_arrive(shared.taken[slot]);
     if (++slot == kSlots) slot = 0, slot_parity ^= 1;
   }
 }
@@ -225,7 +227,7 @@ template <typename S>
 __device__ __forceinline__ void feed_rows(const Params& p, Shared<S>& shared) {
   int stage = 0, parity = 1, slot = 0, slot_parity = 0;
   while (true) {
-    barrier_wait(&shared.known[slot], slot_parity);
+    barrier_wait(shared.known[slot], slot_parity);
     const Item item = shared.items[slot];
     if (item.matrix < 0) break;
     const Product& product = p.products[item.kind];
@@ -234,19 +236,20 @@ __device__ __forceinline__ void feed_rows(const Params& p, Shared<S>& shared) {
     const uint8_t* from = product.rows + int64_t{item.row} * kRowBytes;
 #pragma unroll 1
     for (int pair = 0; pair < product.pairs; ++pair) {
-      uint64_t* full = &shared.full[stage];
+      const uint32_t full = shared_address(&shared.full[stage]);
       const bool factors = item.kind == kGated && pair == 0;
-      barrier_wait(&shared.empty[stage], parity);
+      barrier_wait(shared.empty[stage], parity);
       barrier_expect(full, 2 * bytes + (factors ? item.n * 4 : 0));
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
-        bulk_load(shared.stages[stage].rows[step], from, bytes, full);
+        bulk_load(shared_address(shared.stages[stage].rows[step]), from, bytes, full);
         from += int64_t{p.capacity} * kRowBytes;
       }
-      if (factors) bulk_load(shared.factors[slot], p.factors + item.row, item.n * 4, full);
+      if (factors)
+        bulk_load(shared_address(shared.factors[slot]), p.factors + item.row, item.n * 4, full);
       if (++stage == S::kStages) stage = 0, parity ^= 1;
     }
-    barrier_arrive(shared_address(&shared.taken[slot]));
+    barrier_arrive(shared.taken[slot]);
     if (++slot == kSlots) slot = 0, slot_parity ^= 1;
   }
 }
@@ -256,12 +259,12 @@ template <typename S>
 __device__ __forceinline__ void store(const Params& p, Shared<S>& shared) {
   for (uint32_t i = 0;; ++i) {
     const int slot = i % kSlots;
-    barrier_wait(&shared.known[slot], i / kSlots % 2);
+    barrier_wait(shared.known[slot], i / kSlots % 2);
     const Item item = shared.items[slot];
     if (item.matrix < 0) break;
     const Product& product = p.products[item.kind];
     const int sets = item.kind == kGated ? 1 : 2, slabs = product.strips / 4;
-    barrier_wait(&shared.stored, i % 2);
+    barrier_wait(shared.stored, i % 2);
 #pragma unroll 1
     for (int set = 0; set < sets; ++set) {
       for (int group = 0; group < S::kGroups; ++group) {
@@ -273,8 +276,8 @@ __device__ __forceinline__ void store(const Params& p, Shared<S>& shared) {
     }
     bulk_commit();
     bulk_wait_read();
-    barrier_arrive(shared_address(&shared.freed));
-    barrier_arrive(shared_address(&shared.taken[slot]));
+    barrier_arrive(shared.freed);
+    barrier_arrive(shared.taken[slot]);
     if (item.kind == kGated) {
       // Bulk copies of other CTAs read these hidden values.
       bulk_wait();

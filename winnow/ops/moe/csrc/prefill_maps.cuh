@@ -2,34 +2,17 @@
 
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
-
 #include "prefill_items.cuh"
 
 namespace {
-
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
 
 // Boxes of `box_bytes` by `box` rows of bytes [rows, row_bytes], in elements of eight bytes, as a
 // box has at most 256 a row. What is not there is 0.
 cudaError_t describe(CUtensorMap& map, const void* from, int row_bytes, int rows, int box_bytes,
                      int box) {
-  static Encode encode = nullptr;
-  if (encode == nullptr) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    if (error != cudaSuccess) return error;
-    if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-    encode = reinterpret_cast<Encode>(found);
-  }
+  Encode encode;
+  const cudaError_t error = find_encode(&encode);
+  if (error != cudaSuccess) return error;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(row_bytes / 8),
                                static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_bytes)};

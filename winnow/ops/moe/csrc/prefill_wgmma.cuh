@@ -1,78 +1,22 @@
-// Hopper's instructions that prefill.cu is made of: barriers, bulk copies, transposing stores, and
-// products of a warpgroup with one operand in registers. Knows nothing of experts.
+// What prefill.cu is made of besides: bulk stores, transposing stores, and products of a warpgroup
+// with one operand in registers. Knows nothing of experts.
 
 #pragma once
 
-#include <cuda.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
 
-namespace {
+#include "../../csrc/hopper.cuh"
 
-// compute-sanitizer's racecheck follows a barrier's arrivals by thread: in its build each lane
-// arrives for itself where else one does for its warp.
-#ifdef WINNOW_EVERY_LANE_ARRIVES
-constexpr bool kEveryLane = true;
-#else
-constexpr bool kEveryLane = false;
-#endif
+namespace {
 
 __device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
 __device__ __forceinline__ __half2 halves(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(uint64_t* bar, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-
 // A warp's arrival, of which a barrier counts kWarpArrivals.
 __device__ __forceinline__ void barrier_arrive_warp(uint32_t bar, int lane) {
   if (kEveryLane || lane == 0) barrier_arrive(bar);
-}
-
-constexpr int kWarpArrivals = kEveryLane ? 32 : 1;
-
-__device__ __forceinline__ void barrier_expect(uint64_t* bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)),
-               "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(const uint64_t* bar, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(bar)),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, uint64_t* bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar))
-      : "memory");
-}
-
-// A box of the map at (column, row).
-__device__ __forceinline__ void tensor_load(void* to, const CUtensorMap& map, int column, int row,
-                                            uint64_t* bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(bar))
-      : "memory");
 }
 
 __device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
@@ -92,24 +36,6 @@ __device__ __forceinline__ void bulk_wait_read() {
 
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
-// Has the map fetched before its first use.
-__device__ __forceinline__ void tensor_prefetch(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-template <int LEFT>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
 // For what other multiprocessors write and read within one launch.

@@ -17,25 +17,6 @@ constexpr int kTokens = 8;  // of a unit at most
 constexpr int kRoomBytes = kWarps * 128 * kTokens;
 constexpr int kRingsBytes = kWarps * kRingBytes + kRooms * (kRoomBytes + 16);
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier), "r"(parity)
-      : "memory");
-}
-
 // Where the warps leave a unit's sums for the one that adds them up, so that none waits for the
 // slowest: unit n's room is n % kRooms, its reader warp n % kWarps.
 struct Inbox {

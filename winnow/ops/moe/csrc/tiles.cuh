@@ -10,15 +10,13 @@
 
 #include <cstdint>
 
+#include "../../csrc/hopper.cuh"
+
 namespace {
 
 constexpr int kBlock = 128;  // columns of a slot
 constexpr int kSlotCodes = 2048;
 constexpr int kSlotBytes = kSlotCodes + 256;  // in MXFP8 the last 192 are not used
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 
 // Copies run behind; they are waited for in groups, oldest first.
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }

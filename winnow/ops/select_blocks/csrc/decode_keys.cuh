@@ -21,6 +21,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "../../csrc/hopper.cuh"
 #include "decode_common.cuh"
 
 namespace {
@@ -33,37 +34,6 @@ struct Queries {
   int64_t head_stride;
   int head_bits;  // heads = 1 << head_bits; query column c is row c >> head_bits of a pass
 };
-
-__device__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ void barrier_init(uint32_t barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-}
-
-__device__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-__device__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier), "r"(parity)
-      : "memory");
-}
-
-__device__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
 
 template <bool BF16>
 __device__ void mma(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -133,9 +103,9 @@ struct Nvfp4 {
   static __device__ void fetch(uint32_t to, const Keys& keys, int64_t page, int token, int count,
                                uint32_t barrier) {
     barrier_expect(barrier, count * (kTokenCodes + kTokenScales));
-    bulk_copy(to, keys.codes + page * keys.page_stride + token * kTokenCodes,
+    bulk_load(to, keys.codes + page * keys.page_stride + token * kTokenCodes,
               count * kTokenCodes, barrier);
-    bulk_copy(to + kStageCodes, keys.scales + page * keys.page_stride + token * kTokenScales,
+    bulk_load(to + kStageCodes, keys.scales + page * keys.page_stride + token * kTokenScales,
               count * kTokenScales, barrier);
   }
 
@@ -191,8 +161,8 @@ struct Wide {
     const uint8_t* from = keys.codes + page * keys.page_stride + token * kTokenBytes;
     const int half = count / 2 * kTokenBytes;
     barrier_expect(barrier, 2 * half);
-    bulk_copy(to, from, half, barrier);
-    bulk_copy(to + kHalf, from + half, half, barrier);
+    bulk_load(to, from, half, barrier);
+    bulk_load(to + kHalf, from + half, half, barrier);
   }
 
   static __device__ int first_dim(int word, int t) {

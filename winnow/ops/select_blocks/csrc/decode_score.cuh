@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   const uint32_t barriers = shared_address(shared + kBarriers<F>) + warp * F::kStages * 8;
   int* starts = reinterpret_cast<int*>(shared + kStarts<F>);
   if (lane == 0) {
-    for (int i = 0; i < F::kStages; ++i) barrier_init(barriers + 8 * i);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < F::kStages; ++i) barrier_init(barriers + 8 * i, 1);
+    barriers_made();
   }
   // The launch may begin before the one before it has ended.
   asm volatile("griddepcontrol.wait;" ::: "memory");

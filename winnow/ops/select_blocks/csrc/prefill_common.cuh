@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "../../csrc/hopper.cuh"
+
 namespace {
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
@@ -57,41 +59,6 @@ struct Queries {
   int64_t head_stride;
   int head_bits;  // heads = 1 << head_bits; column c of a tile is row c >> head_bits of it
 };
-
-__device__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ void barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-__device__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier), "r"(parity)
-      : "memory");
-}
-
-__device__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
 
 __device__ uint32_t bits(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
 __device__ __half2 halves(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }

@@ -41,11 +41,6 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], ui
 #undef WINNOW_WGMMA
 }
 
-template <int LEFT>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
 // After a wait: nothing that reads these sums may be moved before it.
 __device__ __forceinline__ void settle(float (&d)[64]) {
 #pragma unroll
@@ -61,11 +56,11 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 template <bool BF16>
 __device__ __forceinline__ void multiply(float (&d)[64], const uint32_t (&a)[kSteps][4],
                                          uint32_t stage) {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
     wgmma<BF16>(d, a[step], descriptor(stage + step / 4 * kHalfBytes + step % 4 * 32), step == 0);
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  wgmma_commit();
 }
 
 // A fragments of the columns of rows `upper` and `lower` (g and g + 8 of a warp's 16), or zeros
@@ -144,7 +139,7 @@ __device__ __forceinline__ void fetch(Ring& ring, const uint8_t* images, int fir
     const uint32_t full = ring.full + 8 * ring.stage;
     if (ring.round > 0) barrier_wait(ring.empty + 8 * ring.stage, (ring.round + 1) & 1);
     barrier_expect(full, kImageBytes);
-    bulk_copy(ring.keys(), images + static_cast<int64_t>(block) * kImageBytes, kImageBytes, full);
+    bulk_load(ring.keys(), images + static_cast<int64_t>(block) * kImageBytes, kImageBytes, full);
   }
 }
 
@@ -218,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i)
       barrier_init(ring.full + 8 * i, 1), barrier_init(ring.empty + 8 * i, kGroups);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
   }
   __syncthreads();
   if (threadIdx.x >= kGroups * 128) {

@@ -15,6 +15,8 @@
 
 #include <cstdint>
 
+#include "../../csrc/hopper.cuh"
+
 namespace {
 
 constexpr int kBlock = 128;
@@ -36,45 +38,7 @@ struct Stored {
   int64_t page_bytes, head_bytes;
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(const uint64_t& bar, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&bar)),
-               "r"(arrivals));
-}
-
-__device__ __forceinline__ void barrier_wait(const uint64_t& bar, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(&bar)),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(const uint64_t& bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&bar)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(const uint64_t& bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&bar)),
-               "r"(bytes)
-               : "memory");
-}
-
-// A warp's arrival, after what all its lanes did before. Checking tools order an arrival behind its own
-// lane alone: built for them, every lane arrives.
-#ifdef WINNOW_EVERY_LANE_ARRIVES
-constexpr int kWarpArrivals = 32;
-#else
-constexpr int kWarpArrivals = 1;
-#endif
-
+// A warp's arrival, after what all its lanes did before.
 __device__ __forceinline__ void warp_arrive(const uint64_t& bar, int lane) {
   __syncwarp();
   if (lane < kWarpArrivals) barrier_arrive(bar);
@@ -186,14 +150,6 @@ __device__ __forceinline__ void multiply_values(float (&o)[64], const uint32_t (
         : WINNOW_64(o)
         : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v), "r"(add));
   }
-}
-
-__device__ __forceinline__ void products_begin() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void products_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // Until all but the last `kPending` groups of products are done, `sums` among them.
@@ -365,31 +321,18 @@ class Expansion {
   }
 };
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
 // Boxes of 16 heads of a row and 64 dims, in the swizzle of `operand`.
 cudaError_t query_map(CUtensorMap* map, const void* q, int64_t rows, int heads, int64_t row_stride,
                       int64_t head_stride) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult status;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
-#else
-  const cudaError_t error =
-      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status);
-#endif
+  Encode encode;
+  const cudaError_t error = find_encode(&encode);
   if (error != cudaSuccess) return error;
-  if (status != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const cuuint64_t sizes[3] = {kDim, static_cast<cuuint64_t>(heads),
                                static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(head_stride) * 2,
                                  static_cast<cuuint64_t>(row_stride) * 2};
   const cuuint32_t box[3] = {64, kHeads, 1}, steps[3] = {1, 1, 1};
-  const CUresult result = reinterpret_cast<Encode>(found)(
+  const CUresult result = encode(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(q), sizes, strides, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

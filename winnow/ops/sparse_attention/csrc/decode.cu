@@ -84,10 +84,10 @@ __global__ void __launch_bounds__(32 * kWarps * GROUPS, F::kCtas / GROUPS) decod
     for (int i = 0; i < GROUPS * kStages; ++i) {
       barrier_init(shared_address(&shared.full[0][i]), 1);
       shared.leavers[0][i] = 0;
-      if (kEveryLaneArrives) barrier_init(shared_address(&shared.left[0][i]), 32 * kWarps);
+      if (kEveryLane) barrier_init(shared_address(&shared.left[0][i]), 32 * kWarps);
     }
     barrier_init(shared_address(&shared.merged), 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
     barrier_expect(shared_address(&shared.merged), sizeof(Inbox));
     // While the launch before this one runs: what is read first after the wait, and the constants
     // that say where it lies.
@@ -147,11 +147,12 @@ __global__ void __launch_bounds__(32 * kWarps * GROUPS, F::kCtas / GROUPS) decod
     const int limit = i == total - 1 ? last_limit - (parts - 1) * F::kStageTokens : F::kStageTokens;
     barrier_wait(full + 8 * slot, (i / kStages) & 1);
     F::template attend<GROUPS>(stages + slot * F::kStageBytes, limit, queries, c, r);
-    if (kEveryLaneArrives) barrier_arrive(left + 8 * slot);
+    if (kEveryLane) barrier_arrive(left + 8 * slot);
     __syncwarp();
     constexpr bool kOne = F::kOneCopy;
     if (i + kStages < total && (!kOne || lane == 0)) {
-      // The last warp to leave a slot refills it.
+      // The last warp to leave a slot refills it. racecheck does not follow the counter that says
+      // which is the last: in its build every lane also arrives at a barrier of the slot.
       int before = 0;
       if (lane == 0) {
         asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(32 * kWarps * GROUPS, F::kCtas / GROUPS) decod
       }
       if constexpr (!kOne) before = __shfl_sync(kAll, before, 0);
       if (before % kWarps == kWarps - 1) {
-        if (kEveryLaneArrives) barrier_wait(left + 8 * slot, (i / kStages) & 1);
+        if (kEveryLane) barrier_wait(left + 8 * slot, (i / kStages) & 1);
         const int next = i + kStages;
         F::fetch(stages + slot * F::kStageBytes, shared.sources[group][next / kParts],
                  next % kParts, full + 8 * slot);

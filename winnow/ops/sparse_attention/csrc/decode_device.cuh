@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "../../csrc/hopper.cuh"
+
 namespace {
 
 constexpr int kWarps = 4;
@@ -18,36 +20,8 @@ constexpr float kNothing = -1.5e38f;  // below any score, and finite: exp2(-inf 
 constexpr float kLazy = 14.0f;        // weights may reach 2^14 before the sums are rescaled
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
-// A slot's refill hangs on a counter of the warps that have left it, which compute-sanitizer's
-// racecheck does not follow. In the build for it every lane also arrives at a barrier of the slot,
-// and the refill waits for that too.
-#ifdef WINNOW_EVERY_LANE_ARRIVES
-constexpr bool kEveryLaneArrives = true;
-#else
-constexpr bool kEveryLaneArrives = false;
-#endif
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t bar, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
-}
-
-// What a barrier of this CTA's copies waits for; an acquire of the whole cluster would drop L1.
-__device__ __forceinline__ void barrier_wait(uint32_t bar, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(bar),
-      "r"(parity)
-      : "memory");
-}
-
+// Until pushes of the cluster's CTAs have come. barrier_wait is for this CTA's own copies: an acquire
+// of the whole cluster drops L1.
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, int parity) {
   asm volatile(
       "{\n"
@@ -58,15 +32,6 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, int parity) {
       "}\n" ::"r"(bar),
       "r"(parity)
       : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint32_t bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
-               : "memory");
 }
 
 // The same place in the shared memory of another CTA of the cluster.
@@ -88,14 +53,6 @@ __device__ __forceinline__ void push(uint32_t to, float2 v, uint32_t bar) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
       "f"(v.x), "f"(v.y), "r"(bar)
-      : "memory");
-}
-
-__device__ __forceinline__ void copy(uint32_t to, const void* from, int bytes, uint32_t bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          to),
-      "l"(from), "r"(bytes), "r"(bar)
       : "memory");
 }
 

@@ -50,7 +50,7 @@ struct Nvfp4 {
   // Copies a block into a stage; one lane calls it.
   static __device__ __forceinline__ void fetch(uint32_t to, const uint8_t* block, int, uint32_t bar) {
     barrier_expect(bar, kStageBytes);
-    copy(to, block, kStageBytes, bar);
+    bulk_load(to, block, kStageBytes, bar);
   }
 
   // The dims of the contraction steps 2 word, 2 word + 1 that lane t holds are eight in a row.

@@ -37,7 +37,7 @@ struct Shared {
   const uint8_t* sources[GROUPS][32];
   uint64_t full[GROUPS][kStages], merged;
   int leavers[GROUPS][kStages];
-  uint64_t left[GROUPS][kStages];  // see kEveryLaneArrives
+  uint64_t left[GROUPS][kStages];  // see kEveryLane
 };
 
 // Its bytes, and where an inbox begins.

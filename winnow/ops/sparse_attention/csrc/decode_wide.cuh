@@ -44,7 +44,7 @@ struct Wide {
     __syncwarp();
     const int segment = lane % 8, values = lane / 8;
     if (lane < 16) {
-      copy(to + values * kValues + begin_of(segment),
+      bulk_load(to + values * kValues + begin_of(segment),
            block + values * kBlock * kTokenBytes + part * 8 * kSegment + segment * kSegment,
            kSegment, bar);
     }

@@ -134,25 +134,25 @@ __device__ __forceinline__ void consume(const Params& p, const Tile& tile, Share
 #pragma unroll
     for (int first = 0; first < kBlock; first += kTokens) {
       float s[32];
-      products_begin();
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kDim / 16; ++i) {
         const int inside = (i % 4) * 32;
         multiply_scores(s, advance(q, (i / 4) * kQueryHalf + inside),
                         advance(k, (i / 4) * kHalfBytes + first * 128 + inside), i > 0);
       }
-      products_commit();
+      wgmma_commit();
       products_wait(s);
       const int64_t rest = visible - int64_t{block} * kBlock - first;
       if (rest < kTokens) mask_from(s, static_cast<int>(rest), t);
       uint32_t w[4][4];
       add_weights<kHalf>(s, p.score_scale, largest, sum, o, w);
-      products_begin();
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kTokens / 16; ++i) {
         multiply_values<kHalf>(o, w[i], advance(v, first * 128 + i * 2048), 1);
       }
-      products_commit();
+      wgmma_commit();
       products_wait(o);
     }
     warp_arrive(shared.block_empty[buffer], lane);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(shared.block_full[i], kExpanders * kWarpArrivals);
       barrier_init(shared.block_empty[i], 4 * kConsumers * kWarpArrivals);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
   }
   const Tile tile = tile_of(p, blockIdx.x, lane);
   __syncthreads();

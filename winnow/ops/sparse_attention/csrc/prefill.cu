@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(shared.block_full[i], kExpanders * kWarpArrivals);
       barrier_init(shared.block_empty[i], 4 * kConsumers * kWarpArrivals);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
   }
   __syncthreads();
   if (warp < 4) {

@@ -64,14 +64,14 @@ __device__ __forceinline__ uint64_t values_of(const Shared& shared, int buffer) 
 // Scores of 2 kScores tokens.
 template <int kScores>
 __device__ __forceinline__ void score(float (&s)[kScores], uint64_t q, uint64_t k) {
-  products_begin();
+  wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kDim / 16; ++i) {
     const int inside = (i % 4) * 32;
     multiply_scores(s, advance(q, (i / 4) * kQueryHalf + inside),
                     advance(k, (i / 4) * kHalfBytes + inside), i > 0);
   }
-  products_commit();
+  wgmma_commit();
   products_wait(s);
 }
 
@@ -79,12 +79,12 @@ __device__ __forceinline__ void score(float (&s)[kScores], uint64_t q, uint64_t 
 template <bool kHalf, int kSteps>
 __device__ __forceinline__ void sum_values(float (&o)[64], const uint32_t (&weights)[kSteps][4],
                                            uint64_t v, bool add) {
-  products_begin();
+  wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
     multiply_values<kHalf>(o, weights[i], advance(v, i * 2048), add || i > 0);
   }
-  products_commit();
+  wgmma_commit();
 }
 
 // The largest score of each head, `least` if none is above -inf: any finite number keeps exponents
