@@ -1,10 +1,12 @@
 """compute-sanitizer over the CUDA C++ kernels: the tests of backend hopper's kernels, under it.
 
-Each test file runs in processes of its own, one a tool, several at once. memcheck looks at the
-build that ships. racecheck follows a barrier's arrivals by thread, so it looks at the build in
-which every lane arrives for itself (`winnow.ops.cuda_build.FOR_RACECHECK`); the two differ in
-nothing else. Kernels are told apart by their names: all of ours, and none of Triton's, lie in an
-unnamed namespace. A run that loads no kernel with such a name fails.
+Each test file runs in processes of its own, one a tool, several at once; all of it takes many
+minutes. memcheck looks at the build that ships. racecheck follows a barrier's arrivals by thread,
+so it looks at the build in which every lane arrives for itself
+(`winnow.ops.cuda_build.FOR_RACECHECK`), and in which the refill of a slot of sparse decode waits
+for those arrivals too, where a counter alone says that all have left; the two differ in nothing
+else. Kernels are told apart by their names: all of ours, and none of Triton's, lie in an unnamed
+namespace. A run that loads no kernel with such a name fails.
 
     python benchmarks/gpu_sanitizer.py [--tests NAME]... [--tool memcheck|racecheck]... [--jobs N]
 """

@@ -330,4 +330,3 @@ extern "C" int winnow_sparse_decode(const void* q, int64_t q_row, int64_t q_head
     default: return cudaErrorInvalidValue;
   }
 }
-
