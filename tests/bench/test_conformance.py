@@ -41,6 +41,7 @@ def test_the_cpu_backend_agrees_with_the_reference(folder: str, case: Case) -> N
 def test_names_of_cases_are_distinct() -> None:
     names = [(case.op, case.name) for _, case in CASES]
     assert len(set(names)) == len(names)
+    assert ("sparse_attention", MANY_ROWS) in names
 
 
 def only(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[str], tuple[Case, ...]]) -> None:
