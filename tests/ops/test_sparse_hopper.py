@@ -209,6 +209,22 @@ def test_a_graph_follows_lengths_and_ids_and_repeats_bit_for_bit() -> None:
         assert torch.equal(out.float().cpu(), want[1])
 
 
+@gpu
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("groups", hopper.GROUPS)
+def test_a_row_has_the_same_bits_in_the_kernel_for_few_pairs_and_for_many(
+    groups: int, stored: str
+) -> None:
+    x = on_gpu(inputs(SEQUENCES["more than one round"], stored=stored))
+    b = x.batch
+    few = Batch(
+        b.positions[:9], b.row_request[:9], b.row_starts[:10], b.kv_lens[:9], b.block_tables[:9]
+    )
+    got = run(Inputs(x.q[:9], x.ids[:9], few, x.pages), 1, groups, torch.float32)
+    assert got.any()
+    assert torch.equal(got, run(x, 1, groups, torch.float32)[:9])
+
+
 @nvcc
 def test_the_kernel_builds() -> None:
     assert cuda_build.build(hopper.SOURCE).is_file()
@@ -227,6 +243,20 @@ def test_a_code_times_a_scale_is_exact_in_the_fp16_of_the_kernel() -> None:
     assert products.dtype == np.float16
     want = np.multiply.outer(values, scales.astype(np.float64)) * 2.0**-14
     assert np.array_equal(products.astype(np.float64), want)
+
+
+def test_products_and_a_complement_bring_codes_to_fp16() -> None:
+    # `expand` of decode_nvfp4.cuh: eight codes to four pairs of fp16 with signs turned around.
+    words = np.random.default_rng(7).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    words = np.concatenate([words, np.arange(16, dtype=np.uint32) * np.uint32(0x11111111)])
+    even = words & 0x0F0F0F0F ^ np.uint32(0x07070707)
+    odd = words & 0xF0F0F0F0 ^ np.uint32(0x70707070)
+    moved = (even * np.uint32(4608), odd * np.uint32(288), even * np.uint32(18), odd + (odd >> 3))
+    for pair, bits in enumerate(moved):
+        halves = (~bits & np.uint32(0x8E008E00)).view(np.uint16).reshape(-1, 2)
+        for half, code in ((0, words >> 4 * pair), (1, words >> 4 * (pair + 4))):
+            want = ((code & 7) << 9 | (code & 8) << 12).astype(np.uint16).view(np.float16)
+            assert np.array_equal(halves[:, half].view(np.float16), -want)
 
 
 def test_one_group_fills_the_gpu_where_pairs_are_few_or_many() -> None:

@@ -44,7 +44,10 @@ __device__ __forceinline__ void store(float* out, float4 v) { *reinterpret_cast<
 template <typename Out>
 __device__ __forceinline__ void finish(Out* out, int chunk, const Params& p, float4 o, float l) {
   const float over = l == 0.0f ? 0.0f : 1.0f / l;
-  if (chunk / 32 < p.group) store(out + 4 * chunk, p.value_scale * (over * o));
+  // A sum of nothing is +0 whatever the sign of the scale.
+  float4 v = p.value_scale * (over * o);
+  add(v, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+  if (chunk / 32 < p.group) store(out + 4 * chunk, v);
 }
 
 // Of PARTS partial results, one a lane with its largest score and sum of weights: `m` and `l` of
@@ -61,21 +64,27 @@ __device__ __forceinline__ float weigh(float own_m, float own_l, float& m, float
   return weight;
 }
 
-template <typename F, typename Out, int GROUPS>
-__global__ void __launch_bounds__(32 * kWarps * GROUPS, F::kCtas / GROUPS) decode(const Params p) {
+// MANY pairs: each has one CTA, and F::kCtas share a multiprocessor. Else kRoomy do, whose warps
+// have more registers.
+template <typename F, typename Out, int GROUPS, bool MANY>
+__global__ void __launch_bounds__(32 * kWarps * GROUPS, (MANY ? F::kCtas : kRoomy) / GROUPS)
+    decode(const Params p) {
   constexpr int kTeam = GROUPS * kWarps;
   constexpr int kParts = kBlock / F::kStageTokens;  // stages of a block
   extern __shared__ __align__(128) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<F, GROUPS>*>(memory);
   auto& inbox = *reinterpret_cast<Inbox*>(memory + kAlone<F, GROUPS>);
-  int splits, rank;
-  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(splits));
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  int splits = 1, rank = 0;
+  if constexpr (!MANY) {
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(splits));
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  }
   const int pair = blockIdx.x / splits;
   const int head = pair % p.kv_heads;
   const int64_t row = pair / p.kv_heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int group = GROUPS == 1 ? 0 : warp / kWarps;
+  // The same in every lane: by a shuffle the compiler sees it.
+  const int group = GROUPS == 1 ? 0 : __shfl_sync(kAll, warp / kWarps, 0);
   const uint32_t full = shared_address(shared.full[group]);
   const uint32_t left = shared_address(shared.left[group]);
   const uint32_t stages = shared_address(shared.stages[group]);
@@ -105,8 +114,8 @@ __global__ void __launch_bounds__(32 * kWarps * GROUPS, F::kCtas / GROUPS) decod
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   // Lane i knows the i-th block of this group: those of all ranks take blocks in turn.
-  const int at = rank * GROUPS + group + lane * splits * GROUPS;
-  const int64_t id = at < p.topk ? p.ids[pair * int64_t{p.topk} + at] : -1;
+  const int nth = rank * GROUPS + group + lane * splits * GROUPS;
+  const int64_t id = nth < p.topk ? p.ids[pair * int64_t{p.topk} + nth] : -1;
   const int64_t position = p.positions[row], request = p.row_request[row];
   const bool listed = id >= 0 && id * kBlock <= position && id < p.table_width;
   // Both asked for at once: the copies wait for two loads, one after another, and not for three.
@@ -141,33 +150,43 @@ __global__ void __launch_bounds__(32 * kWarps * GROUPS, F::kCtas / GROUPS) decod
   prepare_queries(p, shared, row, head, c);
 
   const uint32_t queries = shared_address(&shared.queries[0][lane]);
+  const auto at = F::template lane<GROUPS>(p);
   Running r;
-  for (int i = 0; i < total; ++i) {
+  for (int i = 0; i < total - 1; ++i) {
     const int slot = i % kStages;
-    const int limit = i == total - 1 ? last_limit - (parts - 1) * F::kStageTokens : F::kStageTokens;
     barrier_wait(full + 8 * slot, (i / kStages) & 1);
-    F::template attend<GROUPS>(stages + slot * F::kStageBytes, limit, queries, c, r);
+    F::template attend<GROUPS, false, MANY>(stages + slot * F::kStageBytes, F::kStageTokens,
+                                            queries, at, c, r);
     if (kEveryLane) barrier_arrive(left + 8 * slot);
     __syncwarp();
     constexpr bool kOne = F::kOneCopy;
     if (i + kStages < total && (!kOne || lane == 0)) {
       // The last warp to leave a slot refills it. racecheck does not follow the counter that says
       // which is the last: in its build every lane also arrives at a barrier of the slot.
-      int before = 0;
+      uint32_t before = 0;
       if (lane == 0) {
-        asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
+        asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
                      : "=r"(before)
-                     : "r"(shared_address(&shared.leavers[group][slot]))
+                     : "r"(shared_address(&shared.leavers[group][slot])), "n"(kWarps - 1)
                      : "memory");
       }
       if constexpr (!kOne) before = __shfl_sync(kAll, before, 0);
-      if (before % kWarps == kWarps - 1) {
+      if (before == kWarps - 1) {
         if (kEveryLane) barrier_wait(left + 8 * slot, (i / kStages) & 1);
         const int next = i + kStages;
         F::fetch(stages + slot * F::kStageBytes, shared.sources[group][next / kParts],
                  next % kParts, full + 8 * slot);
       }
     }
+  }
+  // The last stage, which may have tokens that the row does not see, has code of its own: every
+  // other one goes without asking.
+  if (total > 0) {
+    const int slot = (total - 1) % kStages;
+    barrier_wait(full + 8 * slot, ((total - 1) / kStages) & 1);
+    F::template attend<GROUPS, true, MANY>(stages + slot * F::kStageBytes,
+                                           last_limit - (parts - 1) * F::kStageTokens, queries, at,
+                                           c, r);
   }
 
   // Merge the warps.
@@ -230,10 +249,15 @@ __global__ void __launch_bounds__(32 * kWarps * GROUPS, F::kCtas / GROUPS) decod
   }
 }
 
-// Bytes of shared memory of which a multiprocessor holds no more than an even share of `ctas`, and
-// the most that a CTA may have. A launch begins as the one before it leaves, on some multiprocessors
-// sooner than on others, and those would take more CTAs than their share.
-cudaError_t even_share(int ctas, int* bytes, int* most) {
+// The even share of a multiprocessor in `ctas`, the bytes of shared memory of which it holds no
+// more than that many, and the most that a CTA may have. A launch begins as the one before it
+// leaves, on some multiprocessors sooner than on others, and those would take more CTAs than their
+// share.
+struct Share {
+  int ctas, bytes, most;
+};
+
+cudaError_t even_share(int ctas, Share* share) {
   int device, processors, available, reserved;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
@@ -243,41 +267,49 @@ cudaError_t even_share(int ctas, int* bytes, int* most) {
   get(&processors, cudaDevAttrMultiProcessorCount);
   get(&available, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   get(&reserved, cudaDevAttrReservedSharedMemoryPerBlock);
-  get(most, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  get(&share->most, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   if (error != cudaSuccess) return error;
-  const int share = (ctas + processors - 1) / processors;
-  *bytes = std::min(available / (share + 1) + 1 - reserved, *most);
+  share->ctas = (ctas + processors - 1) / processors;
+  share->bytes = std::min(available / (share->ctas + 1) + 1 - reserved, share->most);
   return cudaSuccess;
 }
 
-template <typename F, typename Out, int GROUPS>
-cudaError_t launch(const Params& p, int splits, cudaStream_t stream) {
+template <typename F, typename Out, int GROUPS, bool MANY>
+cudaError_t launch(const Params& p, int splits, const Share& share, cudaStream_t stream) {
   constexpr int kShared = kAlone<F, GROUPS>;
-  auto* kernel = decode<F, Out, GROUPS>;
-  int bytes, most;
-  cudaError_t error = even_share(p.pairs, &bytes, &most);
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-  }
+  auto* kernel = decode<F, Out, GROUPS, MANY>;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, share.most);
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
   // The kernel itself waits for the one before it, and lets the next begin.
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(p.pairs * splits);
   config.blockDim = dim3(32 * kWarps * GROUPS);
   // A cluster needs as many free multiprocessors side by side: it must not be kept from sharing.
-  config.dynamicSmemBytes = splits > 1 ? kShared + int{sizeof(Inbox)} : std::max(kShared, bytes);
+  config.dynamicSmemBytes =
+      splits > 1 ? kShared + int{sizeof(Inbox)} : std::max(kShared, share.bytes);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = 2;
+  config.numAttrs = MANY ? 1 : 2;
   return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+template <typename F, typename Out, int GROUPS>
+cudaError_t launch(const Params& p, int splits, cudaStream_t stream) {
+  Share share;
+  const cudaError_t error = even_share(p.pairs, &share);
+  if (error != cudaSuccess) return error;
+  return splits == 1 && share.ctas > kRoomy / GROUPS
+             ? launch<F, Out, GROUPS, true>(p, splits, share, stream)
+             : launch<F, Out, GROUPS, false>(p, splits, share, stream);
 }
 
 template <typename F, int GROUPS>
@@ -288,7 +320,8 @@ cudaError_t launch(const Params& p, bool fp32_out, int splits, cudaStream_t stre
 
 template <typename F>
 cudaError_t launch(Params& p, bool fp32_out, int splits, int groups, cudaStream_t stream) {
-  p.value_scale *= 1 << F::kShift;
+  p.value_scale *= F::kNegated ? -(1 << F::kShift) : 1 << F::kShift;
+  p.turned = make_uint2(0x07070707u, 0x70707070u);
   return groups == 1 ? launch<F, 1>(p, fp32_out, splits, stream)
                      : launch<F, 2>(p, fp32_out, splits, stream);
 }

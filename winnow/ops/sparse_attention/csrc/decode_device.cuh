@@ -19,6 +19,7 @@ constexpr int kBlock = 128;
 constexpr float kNothing = -1.5e38f;  // below any score, and finite: exp2(-inf - it) is 0
 constexpr float kLazy = 14.0f;        // weights may reach 2^14 before the sums are rescaled
 constexpr unsigned kAll = 0xFFFFFFFFu;
+constexpr int kRoomy = 3;  // CTAs of four warps on a multiprocessor where pairs are few
 
 // Until pushes of the cluster's CTAs have come. barrier_wait is for this CTA's own copies: an acquire
 // of the whole cluster drops L1.
@@ -79,6 +80,13 @@ __device__ __forceinline__ uint4 shared_16(uint32_t at) {
 __device__ __forceinline__ uint2 shared_8(uint32_t at) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+  return v;
+}
+
+// Not joined with its neighbour into one load: half the registers until the second is asked for.
+__device__ __forceinline__ uint2 shared_8_alone(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
   return v;
 }
 

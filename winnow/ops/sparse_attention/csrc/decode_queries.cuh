@@ -23,6 +23,7 @@ struct Params {
   int pairs, kv_heads, group, topk;  // pairs of a row and a KV head
   float score_scale;  // log2(e) / sqrt(dim) * global scale of K
   float value_scale;  // global scale of V
+  uint2 turned;       // see Nvfp4::pick
 };
 
 // GROUPS of four warps share a CTA's blocks; each group has stages of its own.
@@ -96,7 +97,8 @@ __device__ __forceinline__ void prepare_queries(const Params& p, Shared<F, GROUP
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, shared.largest[w][g + 8 * h]);
       const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23), 14), 253);
-      const float factor = __uint_as_float(static_cast<uint32_t>(267 - exponent) << 23);
+      const float factor = __uint_as_float(static_cast<uint32_t>(267 - exponent) << 23 |
+                                           static_cast<uint32_t>(F::kNegated) << 31);
       // Over the factor, and 2^kShift for how K is computed with.
       c[h] = p.score_scale *
              __uint_as_float(static_cast<uint32_t>(exponent - 13 + F::kShift) << 23);

@@ -13,7 +13,7 @@
 
 #pragma once
 
-#include "decode_device.cuh"
+#include "decode_queries.cuh"
 
 namespace {
 
@@ -27,7 +27,7 @@ struct Wide {
   static constexpr int kValues = 8 * kSegment + 640;  // from the stage's begin
   static constexpr int kStageBytes = 2 * kValues;
   static constexpr int kChunks = kTokenBytes / 64;  // of 16 bytes, that a lane holds of a token's K
-  static constexpr bool kWideQueries = BF16;
+  static constexpr bool kWideQueries = BF16, kNegated = false;
   static constexpr int kShift = 0;
 
   static __device__ __forceinline__ uint32_t begin_of(int segment) {
@@ -65,16 +65,22 @@ struct Wide {
   }
   static __device__ __forceinline__ int column(int n) { return BF16 ? n / 2 % 2 : n / 4; }
 
+  struct Lane {};  // computed again at every stage
   template <int GROUPS>
-  static __device__ __forceinline__ void attend(uint32_t stage, int limit, uint32_t queries,
+  static __device__ __forceinline__ Lane lane(const Params&) {
+    return {};
+  }
+
+  template <int GROUPS, bool LAST, bool>
+  static __device__ __forceinline__ void attend(uint32_t stage, int limit, uint32_t queries, Lane,
                                                 const float (&c)[2], Running& r) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp = warp_in_group<GROUPS>();
     const int first = warp * kTiles;  // tile
-    if (limit < kStageTokens) clear_unseen(stage + kValues, first, limit, lane);
+    if (LAST && limit < kStageTokens) clear_unseen(stage + kValues, first, limit, lane);
     float s[kTiles][4] = {};
     scores(stage + begin_of(g) + first * kTokenBytes + 16 * t, queries, s);
-    if (limit < kStageTokens) {
+    if (LAST && limit < kStageTokens) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const int token = 2 * t * (kStageTokens / 8) + first + n;
