@@ -49,6 +49,13 @@ ODD = spec_of(1152, 640, 384, 33, 3)
 WIDE = spec_of(6400, 128, 128)
 """Rows that the router's kernel takes in two pieces."""
 
+LONG = spec_of(3072, 128, 256, 9, 3)
+"""Rows so long that a single one's shared expert begins before its experts are chosen, and that
+few CTAs are given gate and up's units as they ask."""
+
+TALL = spec_of(256, 3072, 3072)
+"""Experts so wide that few CTAs are given down's units as they ask."""
+
 
 def weights_of(spec: ModelSpec, shared: str = "mxfp8", seed: int = 0) -> MoeWeights:
     generator = torch.Generator().manual_seed(seed)
@@ -87,6 +94,36 @@ def test_ragged_shapes_equal_the_reference(shared: str) -> None:
 def test_wide_rows_equal_the_reference(rows: int) -> None:
     x, weights = rows_of(WIDE, rows), weights_of(WIDE)
     assert error(run(x, weights, WIDE), reference(x, weights, WIDE)) < TOLERANCE
+
+
+@gpu
+@pytest.mark.parametrize("spec", [LONG, TALL], ids=["long", "tall"])
+@pytest.mark.parametrize("shared", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("multiprocessors", [1, None])
+def test_long_units_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch, spec: ModelSpec, shared: str, multiprocessors: int | None
+) -> None:
+    if multiprocessors is not None:
+        monkeypatch.setattr(hopper, "_multiprocessors", lambda device: multiprocessors)
+    x, weights = rows_of(spec, 8), weights_of(spec, shared)
+    want = reference(x, weights, spec)
+    assert error(run(x[:1], weights, spec), want[:1]) < TOLERANCE
+    assert error(run(x, weights, spec), want) < TOLERANCE
+
+
+@gpu
+@pytest.mark.parametrize("spec", [ODD, LONG, TALL], ids=["odd", "long", "tall"])
+@pytest.mark.parametrize("shared", ["mxfp8", "nvfp4"])
+def test_who_computes_a_unit_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, spec: ModelSpec, shared: str
+) -> None:
+    packed = hopper.prepare(to_device(weights_of(spec, shared), "cuda"), spec)
+    x = rows_of(spec, 5).to("cuda")
+    wanted = [hopper.few_rows(rows, packed, spec) for rows in (x[:1], x)]
+    for multiprocessors in (1, 2, 5, 17, 64, 100):
+        monkeypatch.setattr(hopper, "_multiprocessors", lambda device, n=multiprocessors: n)
+        got = [hopper.few_rows(rows, packed, spec) for rows in (x[:1], x)]
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 @gpu

@@ -156,7 +156,8 @@ def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:
     stream = torch.cuda.current_stream(x.device).cuda_stream
     error = _score_library().winnow_moe_score(
         x.data_ptr(), x.stride(0), weights.router.data_ptr(), rows, hidden, experts,
-        logits.data_ptr(), converted.data_ptr(), unscale.data_ptr(), stream,
+        logits.data_ptr(), converted.data_ptr(), unscale.data_ptr(),
+        chunks.data_ptr() + chunks.element_size(), stream,
     )  # fmt: skip
     if error:
         raise RuntimeError(f"the router did not launch: CUDA error {error}")
@@ -229,7 +230,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _score_library() -> ctypes.CDLL:
-    types = (_P, _N, _P, _I, _I, _I, _P, _P, _P, _P)
+    types = (_P, _N, _P, _I, _I, _I, _P, _P, _P, _P, _P)
     return library(SOURCES / "score.cu", {"winnow_moe_score": types})
 
 

@@ -12,6 +12,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxTaken = 8;
 constexpr int kMaxLaneExperts = 8;
+constexpr int kFewPairs = 64;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
 struct Shape {
@@ -20,9 +21,11 @@ struct Shape {
 };
 
 struct Plan {
-  int* chunks;   // [0]: how many; from [4] on, an int4 each: expert, first place, tokens, 0
+  // [0]: how many; [1], [2]: how many units were given, of gate and up and of down; from [4] on, an
+  // int4 each: expert, first place, tokens, 0.
+  int* chunks;
   int* order;    // [pairs]: the pairs by expert, then by number
-  float* share;  // [pairs]: weights of pairs in the sum
+  float* share;  // [pairs]: their weights in the sum, in that order
 };
 
 struct Scores {
@@ -77,28 +80,36 @@ __device__ void choose(const Shape& s, const Scores& from, uint8_t* chosen,
       }
     }
     load(row + kThreads / 32);
-    float own = 0.0f, total = 0.0f;
+    int mine = 0;  // lane i: what was chosen i-th
     for (int choice = 0; choice < taken; ++choice) {
       uint32_t best = 0;
 #pragma unroll
       for (int i = 0; i < LANE_EXPERTS; ++i) best = max(best, ranks[i]);
       const uint32_t largest = __reduce_max_sync(kAll, best);
-      uint32_t index = 0xFFFFu;
+      // Of equals the lowest expert.
+      int index = 0;
 #pragma unroll
-      for (int i = LANE_EXPERTS - 1; i >= 0; --i)
-        if (ranks[i] == largest) index = lane + 32 * i;
-      index = __reduce_min_sync(kAll, index);
-      float score = 0.0f;
+      for (int i = LANE_EXPERTS - 1; i >= 0; --i) {
+        const unsigned equal = __ballot_sync(kAll, ranks[i] == largest);
+        if (equal) index = 32 * i + __ffs(equal) - 1;
+      }
 #pragma unroll
       for (int i = 0; i < LANE_EXPERTS; ++i) {
-        if (index == lane + 32 * i) score = scores[i], ranks[i] = 0;
+        if (index == lane + 32 * i) ranks[i] = 0;
       }
-      score = __shfl_sync(kAll, score, index % 32);
-      total += score;
-      if (lane == choice) own = score;
-      if (lane == 0) chosen[row * taken + choice] = static_cast<uint8_t>(index);
+      if (lane == choice) mine = index;
     }
-    if (lane < taken) shares[row * taken + lane] = own / total * from.routed_scale;
+    float own = 0.0f, total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < LANE_EXPERTS; ++i) {
+      const float score = __shfl_sync(kAll, scores[i], mine % 32);
+      if (mine / 32 == i) own = score;
+    }
+    for (int choice = 0; choice < taken; ++choice) total += __shfl_sync(kAll, own, choice);
+    if (lane < taken) {
+      chosen[row * taken + lane] = static_cast<uint8_t>(mine);
+      shares[row * taken + lane] = own / total * from.routed_scale;
+    }
   }
 }
 
@@ -132,7 +143,7 @@ __device__ __forceinline__ uint32_t equal_bytes(uint32_t four, int expert) {
 struct Pairs {
   uint8_t* chosen;  // 16-byte aligned
   int* order;
-  float* shares;
+  float* shares;  // of pairs by number; where read again, of pairs in their order
 
   // `room` has 9 bytes a pair and 16 besides.
   __device__ __forceinline__ Pairs(void* room, int pairs)
@@ -141,8 +152,57 @@ struct Pairs {
         shares(reinterpret_cast<float*>(order + pairs)) {}
 };
 
-// The pairs by expert and the chunks of experts' tokens, by every CTA for itself. Gives the number
-// of chunks.
+// The order of up to kFewPairs pairs, where an expert's are one chunk, and the chunks. Gives their
+// number. Every warp counts, the first one writes.
+__device__ int order_few(const Shape& s, const Pairs& own, int4* chunks) {
+  const int lane = threadIdx.x % 32, pairs = s.rows * s.taken;
+  // Experts that were chosen, a bit each.
+  uint32_t touched[kMaxLaneExperts];
+  int experts[kFewPairs / 32];
+#pragma unroll
+  for (int i = 0; i < kFewPairs / 32; ++i)
+    experts[i] = lane + 32 * i < pairs ? own.chosen[lane + 32 * i] : -1;
+#pragma unroll
+  for (int word = 0; word < kMaxLaneExperts; ++word) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kFewPairs / 32; ++i)
+      if (experts[i] >> 5 == word) bits |= 1u << (experts[i] & 31);
+    touched[word] = __reduce_or_sync(kAll, bits);
+  }
+  int num_chunks = 0;
+#pragma unroll
+  for (int word = 0; word < kMaxLaneExperts; ++word) num_chunks += __popc(touched[word]);
+  if (threadIdx.x >= 32) return num_chunks;
+#pragma unroll
+  for (int i = 0; i < kFewPairs / 32; ++i) {
+    const int expert = experts[i], pair = lane + 32 * i;
+    if (expert < 0) continue;
+    int less = 0, equal = 0, equal_before = 0;
+#pragma unroll 4
+    for (int other = 0; other < pairs; ++other) {
+      const int its = own.chosen[other];
+      less += its < expert;
+      equal += its == expert;
+      equal_before += its == expert && other < pair;
+    }
+    own.order[less + equal_before] = pair;
+    if (equal_before) continue;
+    int chunk = 0;
+#pragma unroll
+    for (int word = 0; word < kMaxLaneExperts; ++word) {
+      const uint32_t lower = expert >> 5 > word    ? ~0u
+                             : expert >> 5 == word ? (1u << (expert & 31)) - 1
+                                                   : 0u;
+      chunk += __popc(touched[word] & lower);
+    }
+    chunks[chunk] = make_int4(expert, less, equal, 0);
+  }
+  return num_chunks;
+}
+
+// The pairs by expert and the chunks of experts' tokens, by every CTA for itself, of a single row
+// by its first warp alone. Gives the number of chunks; the barrier behind it is the caller's.
 __device__ int arrange(const Shape& s, const Scores& from, const Pairs& own, int4* chunks) {
   __shared__ uint32_t rooms[kThreads / 32];
   const int pairs = s.rows * s.taken, expert = threadIdx.x;
@@ -150,6 +210,16 @@ __device__ int arrange(const Shape& s, const Scores& from, const Pairs& own, int
     choose<kMaxLaneExperts / 2>(s, from, own.chosen, own.shares);
   } else {
     choose<kMaxLaneExperts>(s, from, own.chosen, own.shares);
+  }
+  if (pairs <= kFewPairs && s.rows <= s.chunk) {
+    if (s.rows > 1) {
+      __syncthreads();
+    } else {
+      // The first warp has chosen alone.
+      if (threadIdx.x >= 32) return s.taken;
+      __syncwarp();
+    }
+    return order_few(s, own, chunks);
   }
   __syncthreads();
   // Four pairs at a time; what lies past the last is nobody's.
@@ -174,7 +244,6 @@ __device__ int arrange(const Shape& s, const Scores& from, const Pairs& own, int
     for (; found; found &= ~(0xFFu << (__ffs(found) - 1)))
       own.order[place++] = 4 * i + __ffs(found) / 8;
   }
-  __syncthreads();
   return static_cast<int>(all >> 16);
 }
 
@@ -187,7 +256,7 @@ __device__ void publish(const Shape& s, const Plan& plan, const Pairs& own, cons
     reinterpret_cast<int4*>(plan.chunks + 4)[i] = chunks[i];
   for (int i = threadIdx.x; i < pairs; i += kThreads) {
     plan.order[i] = own.order[i];
-    plan.share[i] = own.shares[i];
+    plan.share[i] = own.shares[own.order[i]];
   }
 }
 

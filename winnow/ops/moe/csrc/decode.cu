@@ -7,13 +7,14 @@
 // chunk of an expert's tokens times two strips of 16 weight rows: gate and up of the same outputs,
 // or two neighbours of down. The shared expert is one that every token visits.
 //
-// The units are cut evenly among the CTAs, and their bytes stream through rings in shared memory
-// across the ends of units (split.cuh).
+// The units are cut evenly among the CTAs, but for a rest that goes to those that are fast, and
+// their bytes stream through rings in shared memory across the ends of units (split.cuh).
 //
 // Exactness. code * 2^-14 * scale is exact in fp16. An activation is fp16 times a power of two of
 // its row (score.cu), a hidden one times a constant that its bound allows. Sums are fp32.
 //
-// What is chosen and computed depends on no timing: no atomics, every sum in a fixed order.
+// What is chosen and computed depends on no timing: every sum has a fixed order. Only who computes
+// one of the last units does, which an atomic addition gives.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -26,8 +27,8 @@
 namespace {
 
 // Behind the rings (and the warps' sums): chunks, then the pairs' order, weights and choices.
-int shared_bytes(const Shape& s, bool pairs) {
-  return kRingsBytes + 16 * max_chunks(s) + (pairs ? 9 * s.rows * s.taken + 16 : 0);
+int shared_bytes(const Shape& s) {
+  return kRingsBytes + 16 * max_chunks(s) + 9 * s.rows * s.taken + 16;
 }
 
 __device__ __forceinline__ void wait_for_launch_ahead() {
@@ -38,76 +39,105 @@ __device__ __forceinline__ void let_next_launch_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// The chunks of tokens, their number and the pairs' order, as they were found.
-__device__ __forceinline__ int read_chunks(const Params& p, int4* chunks) {
+// The chunks of tokens, their number and the pairs in their order, as they were found.
+__device__ __forceinline__ int read_chunks(const Params& p, int4* chunks, const Pairs& pairs) {
   const int num_chunks = __ldcg(p.plan.chunks);
-  for (int i = threadIdx.x; i < num_chunks; i += kThreads)
+  // All that there may be, so that nothing waits for the number.
+  for (int i = threadIdx.x; i < max_chunks(p.shape); i += kThreads)
     chunks[i] = __ldcg(reinterpret_cast<const int4*>(p.plan.chunks + 4) + i);
+  for (int i = threadIdx.x; i < p.shape.rows * p.shape.taken; i += kThreads) {
+    pairs.order[i] = __ldcg(p.plan.order + i);
+    pairs.shares[i] = __ldcg(p.plan.share + i);
+  }
   __syncthreads();
   return num_chunks;
 }
 
-// The same, found by every CTA for itself; the first also writes them for down.
-__device__ __forceinline__ int find_chunks(const Params& p, int4* chunks, const int*& order) {
-  const Pairs pairs(chunks + max_chunks(p.shape), p.shape.rows * p.shape.taken);
+// The same, found by every CTA for itself; one also writes them for down. Where a CTA begins early,
+// its first warp does that alone.
+__device__ __forceinline__ int find_chunks(const Params& p, int4* chunks, const Pairs& pairs,
+                                           bool early) {
   const int num_chunks = arrange(p.shape, p.up.scores, pairs, chunks);
+  if (!early) __syncthreads();
   if (blockIdx.x == 0) {
     publish(p.shape, p.plan, pairs, chunks, num_chunks);
     __threadfence();
     __syncthreads();
   }
-  order = pairs.order;
   return num_chunks;
 }
 
-template <bool DOWN>
+template <bool DOWN, bool GIVES>
 __global__ void __launch_bounds__(kThreads, kCtas) experts(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   int4* chunks = reinterpret_cast<int4*>(shared + kRingsBytes);
   const Inbox inbox(shared + kWarps * kRingBytes);
   Ring ring;
   ring.base = ring.at = shared_address(shared + threadIdx.x / 32 * kRingBytes);
-  Stream<DOWN> stream;
+  Stream<DOWN, GIVES> stream;
   const uint32_t lane_ring = ring.base + 16 * (threadIdx.x % 32);
-  // Weights are asked for before the launch ahead of this one has ended: of the shared expert by
-  // gate and up, whose other units are not chosen yet; all by down, which finds them chosen.
-  const int* order = p.plan.order;
-  int num_chunks = DOWN ? read_chunks(p, chunks) : 0;
-  Range r = cut(p, num_chunks);
-  int end = r.num_shared + r.num_routed, filled = 0;
+  const bool first_warp = threadIdx.x < 32;
+  const Pairs pairs(chunks + max_chunks(p.shape), p.shape.rows * p.shape.taken);
+  if (DOWN && GIVES && first_warp && units_are_long(p)) stream.ask(p, 0);
+  // Weights are asked for before the launch ahead of this one has ended: of the shared expert at
+  // once, of the others as soon as it is known which are chosen. How many are is known of one row.
+  Range r = cut<GIVES>(p, p.shape.rows == 1 ? p.shape.taken : 0);
+  int end = r.num_shared, filled = 0;
   // A group for a slot: none for what cannot be asked for yet.
-  for (; filled < kStages && stream.fill(p, r, chunks, end, lane_ring + filled * kSlotBytes);
+  for (; filled < kStages &&
+         stream.fill(p, r, chunks, inbox, end, lane_ring + filled * kSlotBytes);
        ++filled)
     end_group();
-  wait_for_launch_ahead();
-  if (!DOWN) {
-    num_chunks = find_chunks(p, chunks, order);
-    r = cut(p, num_chunks);
-    end = r.num_shared + r.num_routed;
+  bool early = false;
+  if (DOWN) {
+    const int num_chunks = read_chunks(p, chunks, pairs);
+    if (p.shape.rows > 1) r = cut<GIVES>(p, num_chunks);
+  } else {
+    wait_for_launch_ahead();
+    if (GIVES && first_warp && units_are_long(p)) stream.ask(p, 0);
+    // The first CTA writes what is found: it has no business to begin early.
+    early = begins_early(p, r) && blockIdx.x != 0;
+    if (early) __syncthreads();
+    if (!early || first_warp) {
+      const int num_chunks = find_chunks(p, chunks, pairs, early);
+      if (p.shape.rows > 1) r = cut<GIVES>(p, num_chunks);
+      if (first_warp) inbox.chosen();
+    }
   }
+  stream.pass_on(inbox);
+  if (!early) end = r.end();
   for (; filled < kStages; ++filled) {
-    stream.fill(p, r, chunks, end, lane_ring + filled * kSlotBytes);
+    stream.fill(p, r, chunks, inbox, end, lane_ring + filled * kSlotBytes);
     end_group();
   }
+  if (DOWN) wait_for_launch_ahead();
   let_next_launch_begin();
   for (int number = 0; number < end;) {
-    const Unit unit = unit_of(p, r, chunks, number);
-    serve(p, r, chunks, order, unit, number, end, stream, ring, inbox);
+    const Unit unit = unit_of<GIVES>(p, r, chunks, inbox, number);
+    serve(p, r, chunks, pairs, unit, number, end, stream, ring, inbox);
   }
 }
 
 // out = the parts of a row's choices in their order, then the shared expert's.
 __global__ void __launch_bounds__(kThreads)
     combine(Shape s, const float* parts, __nv_bfloat16* out) {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  let_next_launch_begin();
+  wait_for_launch_ahead();
   const int column = 4 * (blockIdx.x * kThreads + threadIdx.x), row = blockIdx.y;
   if (column >= s.hidden) return;
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (int i = 0; i <= s.taken; ++i) {
+  // All are on their way before the first is used.
+  float4 own[kMaxTaken + 1];
+#pragma unroll
+  for (int i = 0; i <= kMaxTaken; ++i) {
+    if (i > s.taken) continue;
     const int64_t part = i < s.taken ? row * s.taken + i : s.rows * s.taken + row;
-    const float4 v = *reinterpret_cast<const float4*>(parts + part * s.hidden + column);
-    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    own[i] = *reinterpret_cast<const float4*>(parts + part * s.hidden + column);
+  }
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int i = 0; i <= kMaxTaken; ++i) {
+    if (i <= s.taken)
+      sum.x += own[i].x, sum.y += own[i].y, sum.z += own[i].z, sum.w += own[i].w;
   }
   const __nv_bfloat162 low = __floats2bfloat162_rn(sum.x, sum.y);
   const __nv_bfloat162 high = __floats2bfloat162_rn(sum.z, sum.w);
@@ -134,14 +164,23 @@ cudaError_t launch(void (*kernel)(Args...), dim3 grid, int bytes, cudaStream_t s
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
+// The kernel that gives units if there may be enough of them: the other one's loops are shorter.
+template <bool DOWN>
+auto experts_for(const Params& p, int ctas) {
+  const int most = min(p.shape.experts, p.shape.rows * p.shape.taken) * p.routed.units;
+  const bool gives = units_are_long(p) && most / ctas >= kManyUnits;
+  return gives ? experts<DOWN, true> : experts<DOWN, false>;
+}
+
 cudaError_t run(Params p, const Stack (&down)[2], __nv_bfloat16* out, int multiprocessors,
                 cudaStream_t stream) {
   const Shape& s = p.shape;
   const dim3 grid(kCtas * multiprocessors);
-  cudaError_t error = launch(experts<false>, grid, shared_bytes(s, true), stream, p);
+  p.by_ctas = inverse(grid.x);
+  cudaError_t error = launch(experts_for<false>(p, grid.x), grid, shared_bytes(s), stream, p);
   if (error != cudaSuccess) return error;
   p.routed = down[0], p.shared = down[1];
-  error = launch(experts<true>, grid, shared_bytes(s, false), stream, p);
+  error = launch(experts_for<true>(p, grid.x), grid, shared_bytes(s), stream, p);
   if (error != cudaSuccess) return error;
   const int blocks = (s.hidden + 4 * kThreads - 1) / (4 * kThreads);
   return launch(combine, dim3(blocks, s.rows), 0, stream, s,
@@ -155,7 +194,7 @@ struct WinnowMoeScratch {
   const float* logits;     // [rows, experts], of winnow_moe_score
   const void* x;           // fp16 [rows, hidden], of winnow_moe_score
   const float* unscale;    // [rows], of winnow_moe_score
-  int* chunks;             // 4 + 4 * (min(experts, pairs) + pairs / 8)
+  int* chunks;             // 4 + 4 * (min(experts, pairs) + pairs / 8), [1] and [2] zeros, of score
   int* order;              // [pairs]
   float* share;            // [pairs]
   void* hidden;            // fp16 [pairs, width]
@@ -196,7 +235,8 @@ extern "C" int winnow_moe_decode(const WinnowMoeStack* gate_up, const WinnowMoeS
     return cudaErrorInvalidValue;
   const auto stack = [](const WinnowMoeStack& w, int columns, int units) {
     return Stack{static_cast<const uint8_t*>(w.codes), static_cast<const uint8_t*>(w.scales),
-                 w.globals, columns, units};
+                 w.globals, columns, units,
+                 inverse(units)};
   };
   auto* hidden = static_cast<__half*>(room.hidden);
   auto* shared_hidden = static_cast<__half*>(room.shared_hidden);

@@ -25,6 +25,7 @@ struct Rows {
 struct Converted {
   __half* x;       // [rows, hidden], in the order of fragments.py's tiles
   float* unscale;  // [rows]: the inverse of a row's power of two
+  int* given;      // [2]: set to zero
 };
 
 __device__ float widen(uint32_t bf16) { return __uint_as_float(bf16 << 16); }
@@ -166,6 +167,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (static_cast<int>(blockIdx.x) < kRows) {
     wait_for_launch_ahead();
     const int row = blockIdx.y * kRows + blockIdx.x;
+    if (row == 0 && threadIdx.x < 2) converted.given[threadIdx.x] = 0;
     if (row < x.count) convert_row(x, row, converted);
   } else {
     score_rows(x, router, experts, logits);
@@ -175,10 +177,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 }  // namespace
 
 // x: bf16 [rows, hidden], 16-byte aligned rows `stride` elements apart; router: fp32 [experts,
-// hidden]; hidden a multiple of 64. logits: fp32 [rows, experts]. Returns a cudaError_t.
+// hidden]; hidden a multiple of 64. logits: fp32 [rows, experts]. given: two counters, set to zero.
+// Returns a cudaError_t.
 extern "C" int winnow_moe_score(const void* x, int64_t stride, const float* router, int rows,
                                 int hidden, int experts, float* logits, void* converted,
-                                float* unscale, cudaStream_t stream) {
+                                float* unscale, int* given, cudaStream_t stream) {
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -191,5 +194,5 @@ extern "C" int winnow_moe_score(const void* x, int64_t stride, const float* rout
   return cudaLaunchKernelEx(
       &config, score,
       Rows{static_cast<const uint16_t*>(x), stride, rows, hidden}, router, experts, logits,
-      Converted{static_cast<__half*>(converted), unscale});
+      Converted{static_cast<__half*>(converted), unscale, given});
 }

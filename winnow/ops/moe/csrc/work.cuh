@@ -21,7 +21,18 @@ struct Stack {
   const float* globals;  // fp32 [matrices, rows]; null: MXFP8
   int columns;
   int units;
+  uint32_t by_units;  // for quotient()
 };
+
+// For n / d with n * d below 2^32: the inverse of d, which is at least 2. A division takes twenty
+// instructions, one behind the other, while a warp that begins has nothing else to do.
+__host__ __device__ constexpr uint32_t inverse(uint32_t d) {
+  return 0xFFFFFFFFu / d + 1;
+}
+
+__device__ __forceinline__ int quotient(int n, uint32_t by) {
+  return static_cast<int>(__umulhi(static_cast<uint32_t>(n), by));
+}
 
 struct GateUp {
   Scores scores;
@@ -43,6 +54,7 @@ struct Params {
   Stack routed, shared;
   Shape shape;
   Plan plan;
+  uint32_t by_ctas;  // for quotient()
   GateUp up;
   Down down;
 };
@@ -78,16 +90,16 @@ struct Target {
   float* part;     // DOWN: the token's row
   __half* hidden;  // else
 
-  __device__ __forceinline__ void set(const Params& p, const int* order, const Unit& unit,
+  __device__ __forceinline__ void set(const Params& p, const Pairs& pairs, const Unit& unit,
                                       int token) {
     wanted = token < unit.tokens;
     const int place = unit.first + (wanted ? token : 0);
     if constexpr (DOWN) {
-      const int pair = unit.is_shared ? p.shape.rows * p.shape.taken + place : order[place];
-      factor = p.down.hidden_unscale * (unit.is_shared ? 1.0f : p.plan.share[pair]);
+      const int pair = unit.is_shared ? p.shape.rows * p.shape.taken + place : pairs.order[place];
+      factor = p.down.hidden_unscale * (unit.is_shared ? 1.0f : pairs.shares[place]);
       part = p.down.parts + int64_t(pair) * p.shape.hidden;
     } else {
-      factor = p.up.unscale[unit.is_shared ? place : order[place] / p.shape.taken];
+      factor = p.up.unscale[unit.is_shared ? place : pairs.order[place] / p.shape.taken];
       hidden = (unit.is_shared ? p.up.shared_hidden : p.up.hidden) +
                int64_t(place) * 16 * (unit.is_shared ? p.shared : p.routed).units;
     }
