@@ -5,7 +5,7 @@ taken from, and every choice of experts and of blocks, with how near each was to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,11 @@ Answers = dict[str, list[Noted]]
 
 
 class Watch:
-    """Notes the choices and logits of an engine whose steps are computed as they are."""
+    """Notes the choices and logits of an engine whose steps are computed as they are; of a row of
+    logits at most `columns`, evenly spread."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, columns: int = COLUMNS) -> None:
+        self._columns = columns
         self._spans: list[tuple[str, int, int]] = []
         self._step: list[tuple[Tensor, Tensor]] = []
         self._logits: dict[str, list[tuple[Tensor, ...]]] = {}
@@ -126,10 +128,36 @@ class Watch:
             self._choices.setdefault(name, []).append((start, choices[rows], leads[rows]))
             at += count
         best = logits.topk(BEST, dim=1)
-        every = -(-logits.shape[1] // COLUMNS)
-        parts = (logits.square().mean(1).sqrt(), *best, logits[:, ::every])
+        parts = (logits.square().mean(1).sqrt(), *best, spread_columns(logits, self._columns))
         for name, *row in zip(sampled, *(part.cpu() for part in parts), strict=True):
             self._logits.setdefault(name, []).append(tuple(part.clone() for part in row))
+
+
+class StoredPages:
+    """Keeps what an engine stored of each request, as it is after the request's last row."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._plan: list[tuple[str, list[int]]] = []
+        self._rows: dict[str, Tensor] = {}
+        runner = llm.engine.runner
+        inputs, logits, storage = runner.inputs, runner.logits, runner.storage
+
+        def noting_inputs(plan: Any, requests: Any) -> Any:
+            self._plan = [(row.request_id, list(row.pages)) for row in plan.rows]
+            return inputs(plan, requests)
+
+        def keeping_pages(given: Any) -> Tensor:
+            found = logits(given)
+            for name, pages in self._plan:
+                self._rows[name] = storage.rows[pages]
+            return found
+
+        runner.inputs = noting_inputs  # type: ignore[method-assign]
+        runner.logits = keeping_pages  # type: ignore[method-assign]
+
+    def of(self, name: str) -> Tensor:
+        """The page of each of a request's blocks, uint8 [blocks, row_bytes]."""
+        return self._rows[name].cpu()
 
 
 def block_leads(
@@ -139,6 +167,18 @@ def block_leads(
     its score, the least of a row's heads; infinite where all are taken. `spans`: the first position
     and the number of rows of each request."""
     leads = torch.full((index_q.shape[0],), math.inf, dtype=torch.float64)
+    for rows, scores in block_scores(index_q, index, batch, topk, spans):
+        ranked = scores.sort(descending=True).values
+        last, next_one = ranked[..., topk - 2], ranked[..., topk - 1]
+        leads[rows] = ((last - next_one) / last.abs()).amin(1)
+    return leads
+
+
+def block_scores(
+    index_q: Tensor, index: Paged, batch: Batch, topk: int, spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each request with rows that cannot take all their blocks: these rows, int64 [n], and the
+    fp64 scores [n, heads, blocks] of the blocks before their own, -inf from their own on."""
     end = 0
     for request, (start, count) in enumerate(spans):
         past = (start + torch.arange(count)) // BLOCK_TOKENS
@@ -152,15 +192,19 @@ def block_leads(
         products = index_q[rows.to(index_q.device)].cpu().double() @ keys.T
         scores = products.unflatten(2, (blocks, BLOCK_TOKENS)).amax(3)
         ahead = torch.arange(blocks) >= past[own].view(-1, 1, 1)
-        ranked = scores.masked_fill(ahead, -math.inf).sort(descending=True).values
-        last, next_one = ranked[..., topk - 2], ranked[..., topk - 1]
-        leads[rows] = ((last - next_one) / last.abs()).amin(1)
-    return leads
+        yield rows, scores.masked_fill(ahead, -math.inf)
 
 
-def noted_answers(llm: LLM, given: Sequence[list[int]], params: SamplingParams) -> list[Noted]:
+def spread_columns(logits: Tensor, most: int) -> Tensor:
+    """At most so many columns, evenly spread."""
+    return logits[:, :: -(-logits.shape[1] // most)]
+
+
+def noted_answers(
+    llm: LLM, given: Sequence[list[int]], params: SamplingParams, columns: int = COLUMNS
+) -> list[Noted]:
     """Answer the prompts and note everything."""
-    watch = Watch(llm)
+    watch = Watch(llm, columns)
     answers = llm.generate(given, params)
     return [
         watch.noted(f"offline-{number}", len(prompt), answer.token_ids)

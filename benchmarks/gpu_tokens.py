@@ -19,6 +19,9 @@ turn more, and a few operations later two engines that round at the same places 
 much as either differs from fp32. In fp32, where nothing wider was computed, the tolerances are 100
 times the relative error of a row's logits, about 1e-6.
 
+After another choice logits differ by so much that the tolerance shows little: there
+benchmarks/gpu_same_choices.py is the check, which gives the CPU the GPU's choices.
+
 The CPU's answers need no GPU: `--write-cpu` leaves them in a file, with the processor's name, and
 `--cpu-answers` takes them from there. They may be other ones there than here in bf16, whose
 products are torch's and the processor's.
