@@ -10,7 +10,7 @@ from winnow.ops.case import Case, error, judge
 from winnow.ops.codec import reference as codec
 from winnow.ops.cuda_build import build, compiler
 from winnow.ops.fragments_mxfp8 import PackedMxfp8Weight, unpack
-from winnow.ops.linear import hopper
+from winnow.ops.linear import division, hopper
 from winnow.ops.linear.cases import CASES
 from winnow.ops.linear.reference import dequantise
 from winnow.ops.linear.reference import linear as reference
@@ -41,6 +41,11 @@ def weight(n: int, k: int) -> Mxfp8Weight:
 @pytest.mark.parametrize("source", [hopper.SLICES, hopper.RANGES, hopper.EXPAND])
 def test_the_kernels_compile(source: object) -> None:
     assert build(source).stat().st_size > 0  # type: ignore[arg-type]
+
+
+@needs_nvcc
+def test_the_libraries_have_the_functions_that_are_called() -> None:
+    assert all(made() is not None for made in (hopper._slicer, hopper._ranger, hopper._expander))
 
 
 either_form = pytest.mark.parametrize("woven", [False, True])
@@ -111,7 +116,7 @@ H200 = (132, 66, 39, 30)
 @pytest.mark.parametrize(("n", "k"), [*WIDTHS, (16, 128), (12288 * 2, 6144)])
 def test_slices_give_every_warp_at_most_one_strip_and_every_cta_some(n: int, k: int) -> None:
     strips, pieces = n // 16, k // 128
-    chosen = hopper.slicing(strips, pieces, H200)
+    chosen = division.slicing(strips, pieces, H200)
     assert chosen.slices <= pieces
     assert chosen.clusters <= H200[chosen.slices - 1]
     assert chosen.clusters <= chosen.tiles <= strips <= 16 * chosen.tiles
@@ -120,26 +125,49 @@ def test_slices_give_every_warp_at_most_one_strip_and_every_cta_some(n: int, k: 
 def test_slices_leave_no_cta_much_more_than_its_share() -> None:
     for n, k in WIDTHS[:4]:
         strips, pieces = n // 16, k // 128
-        chosen = hopper.slicing(strips, pieces, H200)
+        chosen = division.slicing(strips, pieces, H200)
         most = -(-strips // chosen.tiles) * -(-pieces // chosen.slices)
         assert chosen.tiles == chosen.clusters
         assert most < 1.2 * strips * pieces / H200[0]
 
 
 def test_slices_need_a_cluster_of_that_size() -> None:
-    assert hopper.slicing(616, 48, (0, 66)) == hopper.Slicing(slices=2, tiles=66, clusters=66)
+    assert division.slicing(616, 48, (0, 66)) == division.Slicing(slices=2, tiles=66, clusters=66)
 
 
 @pytest.mark.parametrize("rows", range(65, 1025, 37))
 def test_rows_are_multiplied_in_tiles_that_leave_little_empty(rows: int) -> None:
-    columns = hopper.ranged_columns(rows)
+    columns = division.ranged_columns(rows)
     assert -(-rows // columns) * columns - rows <= max(64, rows // 3)
 
 
 def test_tiles_are_split_where_they_do_not_divide_evenly() -> None:
-    assert not hopper.splits_tiles(tiles=264, pieces=48, ctas=132)
-    assert hopper.splits_tiles(tiles=265, pieces=48, ctas=132)
-    assert not hopper.splits_tiles(tiles=1, pieces=1, ctas=1)
+    assert not division.Ranging(264, 48, 132).splits_tiles()
+    assert division.Ranging(265, 48, 132).splits_tiles()
+    assert not division.Ranging(1, 1, 1).splits_tiles()
+
+
+@pytest.mark.parametrize("pieces", [24, 48, 64])
+@pytest.mark.parametrize("tiles", [33, 48, 65, 66, 77, 96, 131, 154, 231, 308])
+def test_ranges_leave_no_cta_much_more_than_its_share(tiles: int, pieces: int) -> None:
+    chosen = division.ranging(tiles, pieces, H200[0], H200[1])
+    own = chosen.tiles // chosen.ctas * pieces
+    ranges = -(-chosen.left * (chosen.rest or pieces) // chosen.members) if chosen.left else 0
+    second = chosen.held - chosen.cut
+    if not chosen.rest:
+        second += ranges
+    assert 0 <= chosen.cut < max(chosen.held, 1) <= pieces
+    assert own + max(chosen.cut, second, ranges) < tiles * pieces / H200[0] + 4
+
+
+def test_two_ctas_have_a_tile_together_where_all_can_or_every_tile_is_theirs() -> None:
+    assert division.ranging(77, 48, 132, 66) == division.Ranging(77, 48, 132, held=48, cut=29)
+    assert division.ranging(48, 64, 132, 66) == division.Ranging(48, 64, 132, held=48, cut=24)
+    assert division.ranging(154, 48, 132, 66) == division.Ranging(154, 48, 132)
+
+
+def test_no_two_ctas_have_a_tile_together_on_a_device_that_does_not_hold_them_all() -> None:
+    assert division.ranging(77, 48, 132, 65) == division.Ranging(77, 48, 132)
 
 
 def test_only_bf16_rows_and_mxfp8_in_whole_strips_are_taken() -> None:
@@ -180,7 +208,7 @@ def test_real_widths_agree_and_repeat_to_the_bit(woven: bool, rows: int, n: int,
 @pytest.mark.parametrize("rows", [1, 9, 64])
 def test_clusters_that_take_tiles_in_turn_add_each_of_them(rows: int) -> None:
     n, k = 35200, 768
-    chosen = hopper.slicing(n // 16, k // 128, H200)
+    chosen = division.slicing(n // 16, k // 128, H200)
     assert chosen.slices > 1
     assert chosen.tiles > 2 * chosen.clusters
     packed = hopper.prepare(large_weight(n, k), woven=True)
@@ -189,6 +217,29 @@ def test_clusters_that_take_tiles_in_turn_add_each_of_them(rows: int) -> None:
     want = (x.float() @ dequantise(packed, torch.bfloat16).float().T).bfloat16()
     assert error(got, want) < 2.0**-8
     assert torch.equal(got, hopper.linear(x, packed))
+
+
+# Tiles of 128 columns by 256 or 192 rows, where the device holds 132 CTAs: with whole tiles before
+# (199), with pairs alone (66), with rests of tiles (34, 48), with fewer pieces than CTAs (67, 133).
+@needs_hopper
+@pytest.mark.parametrize(
+    ("n", "k", "rows"),
+    [
+        (25392, 768, 250), (8448, 384, 256), (4352, 512, 256), (6144, 768, 190), (6000, 640, 130),
+        (8464, 640, 256), (17024, 768, 250), (9856, 6144, 256), (9856, 6144, 700),
+    ],
+)  # fmt: skip
+@either_form
+def test_tiles_that_several_ctas_have_agree_and_repeat_to_the_bit(
+    woven: bool, n: int, k: int, rows: int
+) -> None:
+    packed = hopper.prepare(large_weight(n, k), woven=woven)
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    got = hopper.linear(x, packed)
+    want = (x.float() @ dequantise(packed, torch.bfloat16).float().T).bfloat16()
+    assert error(got, want) < 2.0**-8
+    for _ in range(10):
+        assert torch.equal(got, hopper.linear(x, packed))
 
 
 @needs_hopper

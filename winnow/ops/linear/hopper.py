@@ -1,6 +1,6 @@
 """`linear` on Hopper over MXFP8 weights and bf16 rows: which kernel serves how many rows.
 
-Owns the choice, the division of the work and the scratch memory. csrc/slices.cu multiplies a few
+Owns the choice and the scratch memory; `division` divides the work. csrc/slices.cu multiplies a few
 rows near the speed of memory, csrc/ranges.cu many; csrc/expand.cu writes a weight as bf16 for
 torch's product of very many.
 `prepare` packs a weight once; a weight in the standard form is packed anew at every call, which is
@@ -10,8 +10,7 @@ meant for comparisons. Nothing is read back from the device and grids depend on 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from winnow.ops.fragments_mxfp8 import (
     weave,
 )
 from winnow.ops.linear import Linear
+from winnow.ops.linear.division import ranged_columns, ranging, slicing
 from winnow.ops.weights import Mxfp8Weight, Weight
 
 SLICES = Path(__file__).parent / "csrc" / "slices.cu"
@@ -45,25 +45,38 @@ MAX_SCALE = MAX_WOVEN_SCALE
 """Largest scale byte that the kernels multiply by: weights below 2^48."""
 
 _SLICED_COLUMNS = (8, 16, 32, 48, 64)
-_SLICED_STRIPS = 16
-"""Of a tile, at most: one for each warp."""
 _MAX_SLICES = 4
-_PIECE_COST = 6
-"""What a piece costs a CTA besides its strips, in strips of it: fitted to what was measured."""
-_RANGED_COLUMNS = (96, 128, 192, 256)
 _RANGED_STRIPS = 8
-_COLUMNS_COST = 24
-"""What a tile of rows costs besides them, in rows: fitted to what was measured."""
 _NAN_SCALE, _NAN_CODE = 255, 0x7F
 _STEP_ROWS = 1 << 10
 
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_PRODUCT = (_P, _N, _I, _I, *(_P, _P, _P, _I), *(_P, _P, _P, _I), _I)
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of csrc/product.cuh."""
+
+    _fields_ = [("codes", _P), ("scales", _P), ("out", _P), ("strips", _I), ("width", _I)]
+
+
+class _Product(ctypes.Structure):
+    """`Product` of csrc/calls.cuh."""
+
+    _fields_ = [
+        ("matrices", _Matrix * 2), ("x", _P), ("x_stride", _N), ("rows", _I), ("pieces", _I),
+        ("woven", _I), ("early", _I), ("stream", _P),
+    ]  # fmt: skip
+
+
+_PRODUCT = ctypes.POINTER(_Product)
 _SLICES_SIGNATURES = {
     "winnow_linear_slices_clusters": (_I, _I),
-    "winnow_linear_slices": (*_PRODUCT, _I, _I, _I, _I, _I, _P),
+    "winnow_linear_slices": (_PRODUCT, _I, _I, _I, _I),
 }
-_RANGES_SIGNATURES = {"winnow_linear_ranges": (*_PRODUCT, _P, _I, _I, _I, _I, _P)}
+_RANGES_SIGNATURES = {
+    "winnow_linear_ranges_pairs": (_I,),
+    "winnow_linear_ranges": (_PRODUCT, _P, _I, _I, _I, _I, _I),
+}
 _EXPAND_SIGNATURES = {"winnow_linear_expand": (_P, _P, _I, _P, _N, _I, _P)}
 
 
@@ -147,48 +160,6 @@ def expand(weight: PackedMxfp8Weight) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
-class Slicing:
-    """How csrc/slices.cu divides its work: K in `slices`, the CTAs of a cluster, strips in `tiles`,
-    which `clusters` clusters take in turn."""
-
-    slices: int
-    tiles: int
-    clusters: int
-
-    def cost(self, strips: int, pieces: int) -> int:
-        """Of the CTA that has the most to do, in pieces of strips."""
-        turns, own = -(-self.tiles // self.clusters), -(-strips // self.tiles)
-        return turns * -(-pieces // self.slices) * (own + _PIECE_COST)
-
-
-def slicing(strips: int, pieces: int, at_once: Sequence[int]) -> Slicing:
-    """The division of `strips` strips of `pieces` * 128 columns that costs least; of equals, the
-    one with the fewest slices.
-
-    at_once[s - 1]: clusters of s CTAs that the device holds at once, 0 where it holds none.
-    """
-    tried = []
-    for slices in range(1, min(len(at_once), pieces) + 1):
-        if (clusters := at_once[slices - 1]) > 0:
-            turns = -(-strips // (_SLICED_STRIPS * clusters))
-            tiles = min(strips, turns * clusters)
-            tried.append(Slicing(slices, tiles, min(tiles, clusters)))
-    return min(tried, key=lambda one: (one.cost(strips, pieces), one.slices))
-
-
-def ranged_columns(rows: int) -> int:
-    """How many rows csrc/ranges.cu multiplies together."""
-    return min(_RANGED_COLUMNS, key=lambda n: -(-rows // n) * (n + _COLUMNS_COST))
-
-
-def splits_tiles(tiles: int, pieces: int, ctas: int) -> bool:
-    """Whether csrc/ranges.cu on `ctas` CTAs leaves shares of tiles to be added: the tiles that are
-    left when every CTA has had as many whole ones are divided in equal ranges."""
-    units = tiles % ctas * pieces
-    return any(units * cta // ctas % pieces for cta in range(ctas))
-
-
 def _product(x: Tensor, weights: tuple[PackedMxfp8Weight, ...], early: bool) -> list[Tensor]:
     rows = x.shape[0]
     outs = [torch.empty(rows, w.shape[0], dtype=torch.bfloat16, device=x.device) for w in weights]
@@ -212,9 +183,8 @@ def _sliced(
     pieces = x.shape[1] // PIECE
     chosen = slicing(_strips(weights), pieces, _clusters(x.device.index, columns))
     error = _slicer().winnow_linear_slices(
-        *_arguments(x, weights, outs), columns, chosen.slices, chosen.tiles, chosen.clusters,
-        early, torch.cuda.current_stream(x.device).cuda_stream,
-    )  # fmt: skip
+        _described(x, weights, outs, early), columns, chosen.slices, chosen.tiles, chosen.clusters
+    )
     torch.cuda.check_error(error)
 
 
@@ -224,15 +194,17 @@ def _ranged(
     rows, pieces = x.shape[0], x.shape[1] // PIECE
     columns = ranged_columns(rows)
     strip_tiles = -(-_strips(weights) // _RANGED_STRIPS)
-    tiles = strip_tiles * -(-rows // columns)
-    ctas = min(_multiprocessors(x.device.index), tiles * pieces)
+    division = ranging(
+        strip_tiles * -(-rows // columns), pieces, _multiprocessors(x.device.index),
+        _pairs(x.device.index, columns),
+    )  # fmt: skip
     scratch = None
-    if splits_tiles(tiles, pieces, ctas):
-        values = ctas * 2 * _RANGED_STRIPS * STRIP * columns
+    if division.splits_tiles():
+        values = division.shares * _RANGED_STRIPS * STRIP * columns + 2
         scratch = torch.empty(values, dtype=torch.float32, device=x.device)
     error = _ranger().winnow_linear_ranges(
-        *_arguments(x, weights, outs), None if scratch is None else scratch.data_ptr(),
-        columns, strip_tiles, ctas, early, torch.cuda.current_stream(x.device).cuda_stream,
+        _described(x, weights, outs, early), None if scratch is None else scratch.data_ptr(),
+        columns, strip_tiles, division.ctas, division.cut, division.held,
     )  # fmt: skip
     torch.cuda.check_error(error)
 
@@ -241,18 +213,22 @@ def _strips(weights: tuple[PackedMxfp8Weight, ...]) -> int:
     return sum(w.shape[0] // STRIP for w in weights)
 
 
-def _arguments(
-    x: Tensor, weights: tuple[PackedMxfp8Weight, ...], outs: list[Tensor]
-) -> tuple[int, ...]:
-    """Those that both kernels have: rows, and up to two matrices with their results."""
+def _described(
+    x: Tensor, weights: tuple[PackedMxfp8Weight, ...], outs: list[Tensor], early: bool
+) -> _Product:
+    """What both kernels are given: rows, and up to two matrices with their results."""
     (woven,) = {w.woven for w in weights}
-    matrices = [
-        (w.codes.data_ptr(), w.scales.data_ptr(), out.data_ptr(), w.shape[0] // STRIP)
-        for w, out in zip(weights, outs, strict=True)
-    ]
-    matrices += [(0, 0, 0, 0)] * (2 - len(matrices))
-    product = (x.data_ptr(), x.stride(0), x.shape[0], x.shape[1] // PIECE)
-    return *product, *matrices[0], *matrices[1], woven
+    matrices = (_Matrix * 2)(
+        *(
+            _Matrix(w.codes.data_ptr(), w.scales.data_ptr(), out.data_ptr(),
+                    w.shape[0] // STRIP, w.shape[0])
+            for w, out in zip(weights, outs, strict=True)
+        )
+    )  # fmt: skip
+    return _Product(
+        matrices, x.data_ptr(), x.stride(0), x.shape[0], x.shape[1] // PIECE, woven, early,
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )  # fmt: skip
 
 
 @cache
@@ -287,6 +263,15 @@ def _clusters(device: int, columns: int) -> tuple[int, ...]:
     for count in counts:
         torch.cuda.check_error(max(0, -count))
     return tuple(counts)
+
+
+@cache
+def _pairs(device: int, columns: int) -> int:
+    """Clusters of two CTAs of csrc/ranges.cu that the device holds at once."""
+    with torch.cuda.device(device):
+        count: int = _ranger().winnow_linear_ranges_pairs(columns)
+    torch.cuda.check_error(max(0, -count))
+    return count
 
 
 def _packed_shape(weight: Weight) -> tuple[int, ...] | None:

@@ -18,6 +18,14 @@
 #include "packed.cuh"
 #include "wgmma.cuh"
 
+// Outside the namespace, as what a C function is given has to be.
+struct Matrix {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  __nv_bfloat16* out;  // [rows, width]
+  int strips, width;   // 16 columns of `out` a strip
+};
+
 namespace {
 
 constexpr int kSharedBytes = 226 << 10;
@@ -49,11 +57,6 @@ __device__ __forceinline__ int strips_of(const Work& work, int tile) {
 // Warpgroups of a CTA that have strips in one of its tiles.
 __host__ __device__ __forceinline__ int groups_of(const Work& work) {
   return ((strips_of(work) + work.column_tiles - 1) / work.column_tiles + 3) / 4;
-}
-
-inline Matrix matrix_of(const void* codes, const void* scales, void* out, int strips) {
-  return {static_cast<const uint8_t*>(codes), static_cast<const uint8_t*>(scales),
-          static_cast<__nv_bfloat16*>(out), strips, strips * kStripRows};
 }
 
 // Columns 8 n .. 8 n + 7 of a tile's rows by the strip's, as the tensor core holds them.
@@ -93,29 +96,6 @@ __device__ __forceinline__ Strip strip_of(const Work& work, int tile, int within
   const int place = min(number, strips - 1);
   return place < before ? Strip{&work.matrices[0], place, there}
                         : Strip{&work.matrices[1], place - before, there};
-}
-
-// Where a CTA is among its pieces; turn: tiles before this one.
-struct Place {
-  int tile, piece, turn;
-};
-
-// In which order a CTA takes pieces: from `begin` to `end` of a tile's K, then of the tile `step`
-// on; after `turns` tiles from `then` on, tile by tile.
-struct Order {
-  int begin, end, step, turns;
-  Place then;
-};
-
-// Moves on to the next piece; says whether it is another tile's.
-__device__ __forceinline__ bool step(const Order& order, Place& at) {
-  if (++at.piece < order.end) return false;
-  at.piece = order.begin;
-  if (++at.turn == order.turns)
-    at = order.then;
-  else
-    at.tile += at.turn < order.turns ? order.step : 1;
-  return true;
 }
 
 // Of a row's four scales 0 and 2, or 1 and 3, as bf16 factors 2^(s - 39).
@@ -194,12 +174,17 @@ __device__ __forceinline__ uint2 read_8(uint32_t from) {
   return v;
 }
 
+// Order: in which a CTA takes pieces of tiles. Its `Place` has the `tile` and the `piece`, and
+// `step` moves one on to the next piece and says whether that is another tile's.
 // PARTS: bytes of shared memory that are kept for something else.
-template <int N, int GROUPS, int DEPTH, bool WOVEN, int PARTS>
+template <typename Order, int N, int GROUPS, int DEPTH, bool WOVEN, int PARTS>
 struct Kernel {
+  using Place = typename Order::Place;
   static constexpr int kWarps = 4 * GROUPS, kThreads = 128 * (GROUPS + 1);
-  // What a CTA's registers at launch (168, 128 or 96 a thread) allow, with 24 of a feeding one.
-  static constexpr int kRegisters = GROUPS == 2 ? 240 : GROUPS == 3 ? 160 : 112;
+  // What a CTA's registers at launch (168 or 96 a thread) allow.
+  static constexpr int kRegisters = GROUPS == 2 ? 216 : 112;
+  static constexpr int kFeedRegisters = GROUPS == 2 ? 72 : 24;
+  static_assert(GROUPS == 2 || GROUPS == 4, "registers are for so many");
   // Activations come by stages: a piece, or half of one where many rows need the room.
   static constexpr int kSlab = N * 128;             // bytes of 64 columns
   static constexpr int kStages = N <= 128 ? 1 : 2;  // of a piece
@@ -223,17 +208,18 @@ struct Kernel {
     return full(base, slot) + 8;
   }
 
-  // Where one thread is that feeds the ring.
+  // Where one thread is in the ring that feeds it.
   struct Feed {
-    Place at;
     int slot, parity;
   };
 
-  // Brings the activations of `count` pieces.
+  // Brings the activations of a tile's pieces from `piece` on.
   static __device__ __forceinline__ void feed(const Work& work, const CUtensorMap& map,
-                                              const Order& order, uint32_t base, int count,
+                                              uint32_t base, int tile, int piece, int count,
                                               Feed& to) {
-    for (; count > 0; --count) {
+    const int row = tile % work.row_tiles * N, end = piece + count;
+#pragma unroll 1  // registers are few
+    for (; piece < end; ++piece) {
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) {
         const uint32_t bar = full(base, to.slot);
@@ -242,11 +228,9 @@ struct Kernel {
 #pragma unroll
         for (int slab = 0; slab < 2 / kStages; ++slab)
           tensor_load(base + to.slot * kStage + slab * kSlab, map,
-                      to.at.piece * kPiece + (stage + slab) * 64, to.at.tile % work.row_tiles * N,
-                      bar);
+                      piece * kPiece + (stage + slab) * 64, row, bar);
         if (++to.slot == kRing) to.slot = 0, to.parity ^= 1;
       }
-      step(order, to.at);
     }
   }
 
@@ -287,7 +271,7 @@ struct Kernel {
     copy_commit();
     --walk.to_copy;
     walk.codes += kPieceCodes, walk.scales += kPieceScales;
-    if (step(order, walk.next)) seek(work, walk);
+    if (order.step(walk.next)) seek(work, walk);
   }
 
   // From a lane's codes to its scales.

@@ -6,53 +6,10 @@
 // the bytes that come; at 64, where that is slower, it is a barrier of the cluster. Clusters take
 // tiles in turn. Weights are asked for before the launch waits for the one before it.
 
-#include "activations.cuh"
-#include "product.cuh"
+#include "calls.cuh"
+#include "cluster.cuh"
 
 namespace {
-
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-// Publishes nothing but barriers that were made.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// The address that the cluster's CTA `rank` has at `here`.
-__device__ __forceinline__ uint32_t address_there(uint32_t here, int rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-  return there;
-}
-
-// 16 bytes into another CTA's shared memory.
-__device__ __forceinline__ void send(uint32_t there, float4 v) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x),
-               "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
-}
-
-// The same, counted by that CTA's barrier.
-__device__ __forceinline__ void send(uint32_t there, float4 v, uint32_t bar_there) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-      ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar_there)
-      : "memory");
-}
-
-__device__ __forceinline__ float4 read_sum(uint32_t from) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(from));
-  return v;
-}
 
 // Places of 16 bytes a lane that a warp needs for sums of N rows: of every slice, those that one
 // CTA adds up.
@@ -74,9 +31,23 @@ __host__ __device__ constexpr int sums_bytes(int n, int groups) {
   return 4 * groups * most_places(n) * 512;
 }
 
+// A CTA takes its slice of one tile after another.
+struct Order {
+  struct Place {
+    int tile, piece;
+  };
+  int begin, end, apart;  // of the slice, and from tile to tile
+
+  __device__ __forceinline__ bool step(Place& at) const {
+    if (++at.piece < end) return false;
+    at.piece = begin, at.tile += apart;
+    return true;
+  }
+};
+
 template <int N, int GROUPS, int DEPTH, bool WOVEN>
-struct Slices : Kernel<N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 16> {
-  using Core = Kernel<N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 16>;
+struct Slices : Kernel<Order, N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 16> {
+  using Core = Kernel<Order, N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 16>;
   using Core::kWarps;
   static constexpr bool kCounted = N < 64;
 
@@ -88,7 +59,7 @@ struct Slices : Kernel<N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 16> {
     const int rank = blockIdx.x % slices, clusters = gridDim.x / slices;
     const int first = blockIdx.x / slices;
     const int begin = work.pieces * rank / slices;
-    const Order order = {begin, work.pieces * (rank + 1) / slices, clusters, tiles_of(work), {}};
+    const Order order = {begin, work.pieces * (rank + 1) / slices, clusters};
     const int pieces = order.end - begin;
     const int turns = (tiles_of(work) - first + clusters - 1) / clusters;
     const uint32_t base = shared_address(shared);
@@ -104,17 +75,17 @@ struct Slices : Kernel<N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 16> {
     if (slices > 1) cluster_arrive_relaxed();
     const bool has_strips = warp / 4 < groups_of(work);
     typename Core::Walk walk = {};
-    if (has_strips) walk = Core::begin(work, order, base, {first, begin, 0}, turns * pieces);
+    if (has_strips) walk = Core::begin(work, order, base, {first, begin}, turns * pieces);
     __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (warp >= kWarps) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-      typename Core::Feed to = {{first, begin, 0}, 0, 1};
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Core::kFeedRegisters));
+      typename Core::Feed to = {0, 1};
       for (int turn = 0; turn < turns; ++turn) {
         // A tile's activations come while the sums of the one before are added.
         const bool adds = turn > 0 && slices > 1;
         if (adds) cluster_wait(), cluster_arrive_relaxed();
-        if (feeds) Core::feed(work, map, order, base, pieces, to);
+        if (feeds) Core::feed(work, map, base, first + turn * clusters, begin, pieces, to);
         __syncwarp();
         if (adds && !kCounted) cluster_wait(), cluster_arrive_relaxed();
       }
@@ -183,20 +154,15 @@ __global__ void __launch_bounds__(Slices<N, GROUPS, DEPTH, WOVEN>::kThreads, 1)
 
 using Kernels = void (*)(Work, int, CUtensorMap);
 
-struct Variant {
-  Kernels kernel;
-  int groups, threads, bytes;
-};
-
 template <int N, int GROUPS, int DEPTH>
-Variant variant(bool woven) {
+Variant<Kernels> variant(bool woven) {
   using K = Slices<N, GROUPS, DEPTH, true>;  // as large for either form
   const Kernels kernel = woven ? multiply_slices<N, GROUPS, DEPTH, true>
                                : multiply_slices<N, GROUPS, DEPTH, false>;
-  return {kernel, GROUPS, K::kThreads, K::kBytes};
+  return {kernel, N, GROUPS, K::kThreads, K::kBytes};
 }
 
-Variant variant_of(int columns, bool woven) {
+Variant<Kernels> variant_of(int columns, bool woven) {
   switch (columns) {
     case 8: return variant<8, 4, 2>(woven);
     case 16: return variant<16, 4, 2>(woven);
@@ -211,42 +177,19 @@ Variant variant_of(int columns, bool woven) {
 
 // Clusters of `slices` CTAs that the device holds at once; negative: a cudaError_t.
 extern "C" int winnow_linear_slices_clusters(int columns, int slices) {
-  const Variant chosen = variant_of(columns, true);
-  if (chosen.kernel == nullptr) return -cudaErrorInvalidValue;
-  Launch launch;
-  configure(launch, slices, 1, chosen.threads, chosen.bytes, false, nullptr);
-  return clusters_at_once(chosen.kernel, launch);
+  return clusters_at_once(variant_of(columns, true), slices);
 }
 
-// x: bf16 [rows, 128 pieces], 16-byte aligned as its rows are, x_stride in elements. Two packed
-// matrices with as many columns (the second with no strips, if there is one alone), both woven or
-// neither, and their outputs [rows, 16 strips]. columns: 8, 16, 32, 48 or 64 rows are multiplied
-// together. tiles: in which the strips are divided, of up to 16. clusters: at most one for each
-// tile and its rows.
-// early: start before the launch before this one has ended (its results may be x, but not weights).
-// Returns a cudaError_t.
-extern "C" int winnow_linear_slices(const void* x, int64_t x_stride, int rows, int pieces,
-                                    const void* codes, const void* scales, void* out, int strips,
-                                    const void* other_codes, const void* other_scales,
-                                    void* other_out, int other_strips, int woven, int columns,
-                                    int slices, int tiles, int clusters, int early,
-                                    cudaStream_t stream) {
-  const Variant chosen = variant_of(columns, woven != 0);
-  if (chosen.kernel == nullptr || rows < 1 || slices < 1 || slices > kMostSlices ||
-      slices > pieces || tiles < 1 || clusters < 1)
+// columns: 8, 16, 32, 48 or 64 rows are multiplied together. tiles: in which the strips are
+// divided, of up to 16. clusters: at most one for each tile and its rows. Returns a cudaError_t.
+extern "C" int winnow_linear_slices(const Product* product, int columns, int slices, int tiles,
+                                    int clusters) {
+  const auto chosen = variant_of(columns, product->woven != 0);
+  if (slices < 1 || slices > kMostSlices || slices > product->pieces || clusters < 1)
     return cudaErrorInvalidValue;
-  const Work work = {{matrix_of(codes, scales, out, strips),
-                      matrix_of(other_codes, other_scales, other_out, other_strips)},
-                     nullptr,
-                     rows,
-                     pieces,
-                     (rows + columns - 1) / columns,
-                     tiles};
-  if (groups_of(work) > chosen.groups) return cudaErrorInvalidValue;
+  Work work;
   CUtensorMap map;
-  cudaError_t error = describe(map, x, x_stride, rows, pieces * kPiece, columns);
+  const cudaError_t error = prepare(*product, chosen, tiles, nullptr, work, map);
   if (error != cudaSuccess) return error;
-  Launch launch;
-  configure(launch, slices, clusters, chosen.threads, chosen.bytes, early != 0, stream);
-  return start(chosen.kernel, launch, work, slices, map);
+  return start(chosen, slices, clusters, product->early != 0, product->stream, work, slices, map);
 }
