@@ -38,6 +38,7 @@ import argparse
 import random
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from gpu_notes import Answers, load, machine, noted_answers, save
@@ -45,6 +46,7 @@ from gpu_parting import FP32, Comparison
 
 from winnow.config import SamplingParams
 from winnow.engine.llm import LLM
+from winnow.engine.shapes import StepShape
 from winnow.model.checkpoint import convert, make_tiny
 from winnow.spec.embedded import DEMO
 
@@ -55,6 +57,10 @@ WITHOUT_CHOICES = {"num_experts": 4, "experts_per_token": 4, "topk_blocks": 8}
 DTYPES = ("float32", "bfloat16")
 REPLAYED = (1, 3, 8)
 """Requests at once, all of them sizes that are captured."""
+LARGER = (16, 64)
+"""The same, of one format for K, V and index keys; other kernels serve so many rows."""
+TOKENS = 40
+"""Of an answer that is compared with a replayed one."""
 
 
 def main() -> None:
@@ -68,6 +74,7 @@ def main() -> None:
     parser.add_argument("--cpu-answers", type=Path, help="a file that --write-cpu wrote")
     parser.add_argument("--weights", choices=("bf16", "nvfp4"), help="of the replays, one format")
     parser.add_argument("--kv", choices=FORMATS, help="of the replays, one format")
+    parser.add_argument("--index", choices=FORMATS, help="of the replays, one format")
     parser.add_argument("--backend", help="default: the GPU's own")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +89,8 @@ def main() -> None:
                 for kv in FORMATS:
                     if args.weights in (None, weights) and args.kv in (None, kv):
                         for index in FORMATS:
-                            replays(home / weights, kv, index, args.backend)
+                            if args.index in (None, index):
+                                replays(home / weights, kv, index, args.backend)
 
 
 def checkpoint(name: str, home: Path) -> str:
@@ -127,23 +135,60 @@ def replays(checkpoint: Path, kv: str, index: str, backend: str | None) -> None:
     """The same requests with captured steps and without, drawn and greedy."""
     formats = {"kv_format": kv, "index_format": index}
     eager, captured = (on_gpu(checkpoint, on, backend, **formats) for on in (False, True))
-    unlike = 0
-    for size in REPLAYED:
-        given = prompts(size, eager.engine.spec.vocab_size, size)
-        for options in ({"temperature": 0.0}, {}, {"top_k": 40, "top_p": 0.95}):
+    steps = counted_replays(captured)
+    unlike, sizes = 0, REPLAYED + (LARGER if kv == index else ())
+    short = []
+    for size in sizes:
+        make = prompts if size in REPLAYED else prompts_that_begin_together
+        given = make(size, eager.engine.spec.vocab_size, size)
+        if size in LARGER:
+            for llm in (eager, captured):
+                llm.generate(given, greedy(1))
+        before = steps[size]
+        ways = ({"temperature": 0.0}, {}, {"top_k": 40, "top_p": 0.95})
+        for options in ways:
             params = [
-                SamplingParams(max_tokens=40, seed=i, ignore_eos=True, **options)
+                SamplingParams(max_tokens=TOKENS, seed=i, ignore_eos=True, **options)
                 for i in range(size)
             ]
             want, got = (llm.generate(given, params) for llm in (eager, captured))
             unlike += sum(a.token_ids != b.token_ids for a, b in zip(want, got, strict=True))
+        all_at_once = len(ways) * (TOKENS - 1)
+        if steps[size] - before < (1 if size in REPLAYED else all_at_once):
+            short.append(size)
     runner = captured.engine.runner
     print(
-        f"{'ok' if not unlike else 'FAILED'}: {checkpoint.name} weights, KV {kv}, index {index}: "
-        f"{unlike} of {3 * sum(REPLAYED)} answers differ between replayed and eager steps; "
+        f"{'ok' if not unlike and not short else 'FAILED'}: {checkpoint.name} weights, KV {kv}, "
+        f"index {index}: {unlike} of {3 * sum(sizes)} answers differ between replayed and eager "
+        f"steps; replayed of {', '.join(f'{n}: {steps[n]}' for n in sizes)} requests"
+        f"{f', too few of {short}' if short else ''}; "
         f"{runner.guesses} steps begun early, {runner.wasted} of them for nothing",
         flush=True,
     )
+
+
+def prompts_that_begin_together(count: int, vocab: int, seed: int) -> list[list[int]]:
+    """Of whole blocks and a few tokens: once the blocks are cached, the rest of all of them fits
+    one step. So all answers begin in one step and end in one, and no step has a number of requests
+    between captured sizes, which a replay would pad and an eager step would not."""
+    rng = random.Random(seed)
+    lengths = [128 * rng.randrange(1, 6) + rng.randrange(1, 8) for _ in range(count)]
+    return [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def counted_replays(llm: LLM) -> Counter[int]:
+    """Replayed steps by their number of requests, counted from now on."""
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    counts: Counter[int] = Counter()
+    forward = graphs.forward
+
+    def counted(shape: StepShape) -> None:
+        counts[shape.requests] += 1
+        forward(shape)
+
+    graphs.forward = counted
+    return counts
 
 
 def greedy(tokens: int) -> SamplingParams:

@@ -107,3 +107,12 @@ def test_answers_come_back_from_their_file(notes: Any, answer: Any, tmp_path: Pa
     for got, want in zip(back, (answer, longer), strict=True):
         for name, value in vars(want).items():
             assert torch.equal(getattr(got, name), value), name
+
+
+def test_what_is_left_of_prompts_that_begin_together_fits_one_step(notes: Any) -> None:
+    tokens = import_module("gpu_tokens")
+    for count in tokens.LARGER:
+        lengths = [len(one) for one in tokens.prompts_that_begin_together(count, 99, count)]
+        assert all(length > 128 and length % 128 for length in lengths)
+        assert sum(length % 128 for length in lengths) <= 512
+        assert sum(-(-(length + tokens.TOKENS) // 128) for length in lengths) < 1024

@@ -88,6 +88,13 @@ def test_workloads_have_names_of_their_own_and_ops_of_the_table() -> None:
     assert {work.op for work in found} <= set(module.KERNEL_OPS)
 
 
+def test_a_goal_of_so_many_floors_follows_the_bandwidth_that_was_measured() -> None:
+    (work,) = (work for work in works() if work.goal_floors is not None)
+    assert work.goal(4_000_000, read_tb_s=4.0) == pytest.approx(1.3)
+    assert work.goal(4_000_000, read_tb_s=2.0) == pytest.approx(2.6)
+    assert all(one.goal(1, 4.0) == one.goal_us for one in works() if one.name != work.name)
+
+
 def test_a_line_shows_its_share_of_both_peaks() -> None:
     sizes = {"num_bytes": 22_000_000, "num_flops": 1_000_000_000, "goal_us": 22.0}
     line = module.Line(

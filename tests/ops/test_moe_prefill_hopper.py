@@ -227,6 +227,16 @@ def test_output_is_plain_arithmetics_within_bf16(rows: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("taken", [1, 3, 8])
+def test_a_row_may_take_any_number_of_experts(taken: int) -> None:
+    spec = replace(SPEC, experts_per_token=taken)
+    x, weights = rows_of(70).to("cuda"), on_gpu(packed(spec))
+    shared = rows_of(70, seed=6).to("cuda")
+    got = prefill.experts(x, weights, lambda: shared, spec)
+    assert error(got, whole(x, weights, shared, spec)) <= BF16
+
+
+@gpu
 def test_all_rows_may_go_to_the_same_experts_and_reach_the_clamp() -> None:
     x, weights = (rows_of(900) * 40).to("cuda"), on_gpu(packed())
     weights.router_bias[torch.tensor([1, 3, 4, 7])] = 9.0

@@ -116,6 +116,22 @@ def test_wider_keys_select_what_the_reference_selects(
 
 
 @needs_hopper
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [*((name, torch.bfloat16) for name in FORMATS), *((n, torch.float32) for n in FORMATS[:2])],
+    ids=str,
+)
+def test_any_number_of_columns_a_pass_selects_what_the_reference_selects(
+    stored: str, dtype: torch.dtype, rows: int
+) -> None:
+    tokens = tuple(Tokens(n, rows) for n in (rows, 130, 2180, 3000))
+    index_q, state = long_inputs(tokens, 4, stored)
+    inputs = (index_q.to(dtype), state.pages.index, state.batch, 16)
+    assert torch.equal(on_gpu(*inputs), reference(*inputs))
+
+
+@needs_hopper
 @pytest.mark.parametrize("stored", FORMATS)
 def test_a_row_selects_the_same_whatever_rows_stand_beside_it(stored: str) -> None:
     """Random values: sums that round, near ties among thousands of blocks."""

@@ -40,6 +40,7 @@ SEQUENCES = {
     "few blocks": tuple(Tokens(128 * n + 5, 1) for n in range(1, 17)),
     "verify": (Tokens(700, 4), Tokens(129, 8), Tokens(0, 2), Tokens(3000, 5)),
     "more than one round": tuple(Tokens(1 + 37 * i % 700 if i % 7 else 0, 1) for i in range(210)),
+    "many short rows": tuple(Tokens(600 if i % 30 == 7 else 1 + i % 40, 1) for i in range(210)),
     "padding alone": (Tokens(0, 1),),
 }
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from winnow.errors import UnsupportedError
 from winnow.ops import table
 from winnow.ops.case_data import Tokens, filled, small_spec
 from winnow.ops.select_blocks import hopper as select
 from winnow.ops.sparse_attention import hopper as sparse
 from winnow.ops.sparse_attention import hopper_prefill as sparse_prefill
-from winnow.ops.table import ByCase, Kernels, kernels, server, why_not
+from winnow.ops.table import ByCase, Kernels, insertion, kernels, server, why_not
 
 
 def on_a_gpu(
@@ -128,3 +129,8 @@ def test_a_few_rows_of_prefill_go_to_the_decode_kernel_of_sparse_attention(
     ids = torch.zeros(rows, 4, 16, dtype=torch.int32)
     assert sparse.takes(q, ids, state.batch, state.pages) == taken
     assert sparse_prefill.takes(q, ids, state.batch, state.pages)
+
+
+def test_what_has_no_kernel_for_the_insertion_alone_says_so() -> None:
+    with pytest.raises(UnsupportedError, match="use cuda or hopper"):
+        insertion("cpu")

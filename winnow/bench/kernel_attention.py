@@ -34,14 +34,15 @@ from winnow.spec.model import BLOCK_TOKENS
 SPARSE_TOKENS = 16_384
 
 
-def _decode_batch(pages: Tensor, requests: int, tokens: int) -> Batch:
-    """One row a request, at the end of `tokens` tokens in the next of `pages`."""
+def _decode_batch(pages: Tensor, requests: int, tokens: int, rows: int = 1) -> Batch:
+    """`rows` rows a request, the last of `tokens` tokens in the next of `pages`."""
     blocks = -(-tokens // BLOCK_TOKENS)
     device = pages.device
+    last = torch.arange(tokens - rows, tokens, device=device)
     return Batch(
-        positions=torch.full((requests,), tokens - 1, device=device),
-        row_request=torch.arange(requests, device=device),
-        row_starts=torch.arange(requests + 1, device=device),
+        positions=last.repeat(requests),
+        row_request=torch.arange(requests, device=device).repeat_interleave(rows),
+        row_starts=torch.arange(0, requests * rows + 1, rows, device=device),
         kv_lens=torch.full((requests,), tokens, device=device),
         block_tables=pages[: requests * blocks].view(requests, blocks),
     )
@@ -58,14 +59,16 @@ def prefill_batch(pages: Tensor, rows: int, context: int) -> Batch:
     )
 
 
-def select_decode(requests: int, tokens: int) -> Callable[[Kernels, State], Ready]:
+def select_decode(requests: int, tokens: int, rows: int = 1) -> Callable[[Kernels, State], Ready]:
+    """`rows` of each request, whose keys are read once for all of them."""
+
     def make(kernels: Kernels, state: State) -> Ready:
         batches = [
-            _decode_batch(pages, requests, tokens)
+            _decode_batch(pages, requests, tokens, rows)
             for pages in state.page_sets(requests * -(-tokens // BLOCK_TOKENS))
         ]
         past = requests * ((tokens - 1) // BLOCK_TOKENS)
-        return _select(kernels, state, batches, requests, past)
+        return _select(kernels, state, batches, requests * rows, past)
 
     return make
 

@@ -14,7 +14,7 @@ from winnow.bench.kernel_attention import (
     sparse_decode,
     sparse_prefill,
 )
-from winnow.bench.kernel_products import inputs, linear, moe
+from winnow.bench.kernel_products import inputs, insertion, linear, moe
 from winnow.bench.kernel_state import Ready, State
 from winnow.ops.table import Kernels
 from winnow.spec.model import ModelSpec
@@ -23,8 +23,9 @@ from winnow.spec.presets import preset
 
 @dataclass(frozen=True)
 class Work:
-    """A line of the table: an op on some shape. `goal_us` is what the project asks for, or None.
-    `peer` names the shape for `winnow.bench.kernel_peers`."""
+    """A line of the table: an op on some shape. `goal_us` is what the project asks for, or None;
+    `goal_floors` asks for so many times what its bytes take at the measured read bandwidth. `peer`
+    names the shape for `winnow.bench.kernel_peers`."""
 
     op: str
     name: str
@@ -33,6 +34,13 @@ class Work:
     goal_us: float | None = None
     peer: tuple[Any, ...] = ()
     formats: tuple[str, ...] = field(default=("kv", "index"))
+    goal_floors: float | None = None
+
+    def goal(self, num_bytes: int, read_tb_s: float) -> float | None:
+        """Microseconds."""
+        if self.goal_floors is None:
+            return self.goal_us
+        return self.goal_floors * num_bytes / read_tb_s / 1e6
 
 
 def model() -> ModelSpec:
@@ -50,6 +58,13 @@ def works() -> Iterator[Work]:
             "select_blocks", f"decode {requests} x {tokens}", select_decode(requests, tokens),
             {"requests": requests, "tokens": tokens}, goal, ("index decode", requests, tokens),
             ("index",),
+        )  # fmt: skip
+    for rows in (2, 4, 8):
+        requests, tokens = 32, 131_072
+        yield Work(
+            "select_blocks", f"decode {requests} x {tokens}, {rows} rows each",
+            select_decode(requests, tokens, rows),
+            {"requests": requests, "tokens": tokens, "rows_each": rows}, formats=("index",),
         )  # fmt: skip
     yield Work(
         "select_blocks", "prefill 8192 @ 122880", select_prefill(8192, 122_880),
@@ -74,6 +89,11 @@ def works() -> Iterator[Work]:
     for rows in (1, 64, 8192):
         yield Work(
             "attention_inputs", f"{rows} rows", inputs(rows), {"rows": rows}, None,
+        )  # fmt: skip
+    for rows, goal, floors in ((1, 4.0, None), (64, None, None), (8192, None, 1.3)):
+        yield Work(
+            "attention_inputs", f"{rows} rows, after the projections", insertion(rows),
+            {"rows": rows, "part": "after the projections"}, goal, goal_floors=floors,
         )  # fmt: skip
     spec = model()
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim

@@ -128,7 +128,7 @@ def _workloads(
             samples=timed(ready.calls) if checked.passed else (),
             num_bytes=ready.num_bytes,
             num_flops=ready.num_flops,
-            goal_us=work.goal_us,
+            goal_us=work.goal(ready.num_bytes, peak.read_tb_s),
             peers={},
             record=None,
         )

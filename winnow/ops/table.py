@@ -15,9 +15,11 @@ from importlib.util import find_spec
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from winnow.errors import UnsupportedError
 from winnow.ops.attention_inputs import AttentionInputs
+from winnow.ops.batch import Batch
 from winnow.ops.cuda_build import compiler as cuda_compiler
 from winnow.ops.dense_attention import DenseAttention
 from winnow.ops.linear import Head, Linear
@@ -25,6 +27,7 @@ from winnow.ops.mlp import Mlp
 from winnow.ops.moe import Moe
 from winnow.ops.native import compiler
 from winnow.ops.norm import AddNorm, Norm
+from winnow.ops.paged import LayerPages
 from winnow.ops.sample import Sample
 from winnow.ops.select_blocks import SelectBlocks
 from winnow.ops.sparse_attention import SparseAttention
@@ -34,6 +37,12 @@ from winnow.spec.model import ModelSpec
 DEVICES = {"cpu": "cpu", "reference": "cpu", "cuda": "cuda", "hopper": "cuda"}
 """Where each backend's tensors lie."""
 BACKENDS = tuple(DEVICES)
+
+Insertion = Callable[
+    [Tensor, Tensor | None, AttentionWeights, ModelSpec, tuple[Tensor, Tensor], Batch, LayerPages],
+    tuple[Tensor, Tensor | None],
+]
+"""From the projections qkv and index, with the other arguments of `attention_inputs`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -115,6 +124,19 @@ def why_not(backend: str) -> str | None:
     if backend == "cpu" and compiler() is None:
         return "cpu needs a C++ compiler once, to build its kernels: install g++"
     return None if DEVICES[backend] == "cpu" else _why_not_on_a_gpu(backend)
+
+
+def insertion(backend: str) -> Insertion:
+    """What of a GPU backend's `attention_inputs` follows the projections, for what measures it."""
+    if backend == "hopper":
+        from winnow.ops.attention_inputs.hopper import insert as in_cuda
+
+        return in_cuda
+    if backend == "cuda":
+        from winnow.ops.attention_inputs.cuda import insert as in_triton
+
+        return in_triton
+    raise UnsupportedError(f"{backend} does not insert in a kernel of its own: use cuda or hopper")
 
 
 def _why_not_on_a_gpu(backend: str) -> str | None:

@@ -38,15 +38,31 @@ def attention_inputs(
 
     What is written and clipped is counted on the device: `Clipping.settled` reads it.
     """
-    rows = x.shape[0]
-    qkv = linear(x, weights.qkv)
-    q = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=x.dtype, device=x.device)
-    index, index_q, index_heads = None, None, 0
-    if weights.index is not None:
+    index = None if weights.index is None else linear(x, weights.index)
+    return insert(linear(x, weights.qkv), index, weights, spec, rope, batch, pages)
+
+
+def insert(
+    qkv: Tensor,
+    index: Tensor | None,
+    weights: AttentionWeights,
+    spec: ModelSpec,
+    rope: tuple[Tensor, Tensor],
+    batch: Batch,
+    pages: LayerPages,
+) -> tuple[Tensor, Tensor | None]:
+    """What follows the projections: q and index_q of `AttentionInputs`, the rest into `pages`.
+
+    `qkv` [rows, (heads + 2 kv_heads) * head_dim] and `index` [rows, (index_heads + 1) * index_dim]
+    or None, contiguous and of one dtype.
+    """
+    rows, dtype, device = qkv.shape[0], qkv.dtype, qkv.device
+    q = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=dtype, device=device)
+    index_q, index_heads = None, 0
+    if index is not None:
         assert pages.index is not None, "index weights without index keys in the pages"
-        index = linear(x, weights.index)
         index_heads = spec.num_index_heads
-        index_q = torch.empty(rows, index_heads, spec.index_dim, dtype=x.dtype, device=x.device)
+        index_q = torch.empty(rows, index_heads, spec.index_dim, dtype=dtype, device=device)
     if not rows:
         return q, index_q
     key, value = _written(pages.key), _written(pages.value)
