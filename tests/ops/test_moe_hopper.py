@@ -196,8 +196,8 @@ def test_calls_behind_each_other_give_what_each_gives_alone(rows: int) -> None:
     [
         ("mxfp8", hopper.PREFILL_ROWS, ["few"]),
         ("mxfp8", hopper.PREFILL_ROWS + 1, ["many"]),
-        ("nvfp4", hopper.PREFILL_ROWS + 1, ["few"]),
-        ("nvfp4", hopper.MAX_ROWS + 1, ["few", "few"]),
+        ("nvfp4", hopper.PREFILL_ROWS, ["few"]),
+        ("nvfp4", hopper.PREFILL_ROWS + 1, ["many, the shared expert too"]),
     ],
 )
 def test_the_number_of_rows_decides_which_kernels_serve(
@@ -205,15 +205,16 @@ def test_the_number_of_rows_decides_which_kernels_serve(
 ) -> None:
     called = []
 
-    def serve(name: str) -> Callable[..., Tensor]:
-        def call(x: Tensor, *rest: object) -> Tensor:
-            called.append(name)
-            return x
+    def few(x: Tensor, *rest: object) -> Tensor:
+        called.append("few")
+        return x
 
-        return call
+    def many(x: Tensor, w: object, shared: Callable[[], Tensor] | None, s: object) -> Tensor:
+        called.append("many" if shared else "many, the shared expert too")
+        return x
 
-    monkeypatch.setattr(hopper, "few_rows", serve("few"))
-    monkeypatch.setattr(hopper.hopper_prefill, "experts", serve("many"))
+    monkeypatch.setattr(hopper, "few_rows", few)
+    monkeypatch.setattr(hopper.hopper_prefill, "experts", many)
     monkeypatch.setattr(hopper.hopper_prefill, "takes", lambda *given: True)
     x = rows_of(SMALL, rows)
     out = hopper.moe(lambda x, w, s: x)(x, weights_of(SMALL, shared), SMALL)

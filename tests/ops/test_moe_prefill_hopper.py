@@ -16,7 +16,7 @@ from winnow.ops.linear.reference import dequantise
 from winnow.ops.mlp.reference import activation
 from winnow.ops.moe import hopper_prefill as prefill
 from winnow.ops.moe import reference
-from winnow.ops.weights import MoeWeights, Nvfp4Weight
+from winnow.ops.weights import MlpWeights, MoeWeights, Nvfp4Weight
 from winnow.spec.model import ModelSpec
 
 gpu = pytest.mark.skipif(
@@ -25,7 +25,7 @@ gpu = pytest.mark.skipif(
 )
 nvcc = pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
 
-SPEC = replace(small_spec(), hidden_size=512, expert_width=384, num_experts=12)
+SPEC = replace(small_spec(), hidden_size=512, expert_width=384, shared_width=256, num_experts=12)
 BF16 = 2.0**-8
 """Relative L2 error allowed of outputs that are rounded to bf16 twice."""
 FP16 = 2.0**-10
@@ -33,7 +33,8 @@ FP16 = 2.0**-10
 
 
 def packed(spec: ModelSpec = SPEC, seed: int = 3) -> MoeWeights:
-    """Random NVFP4 experts, packed, on the CPU; global scales differ from row to row."""
+    """Random NVFP4 experts, packed, on the CPU, and a shared one that is not; global scales differ
+    from row to row."""
     generator = torch.Generator().manual_seed(seed)
     weights = moe_weights("nvfp4", generator, spec)
 
@@ -48,6 +49,15 @@ def packed(spec: ModelSpec = SPEC, seed: int = 3) -> MoeWeights:
     return replace(weights, gate_up=pack(own(weights.gate_up)), down=pack(own(weights.down)))
 
 
+def joined(spec: ModelSpec = SPEC) -> MoeWeights:
+    """`packed` with a shared expert that is packed, too, on the GPU."""
+    weights = on_gpu(packed(spec))
+    shared = weights.shared
+    assert isinstance(shared.gate_up, Nvfp4Weight)
+    assert isinstance(shared.down, Nvfp4Weight)
+    return replace(weights, shared=MlpWeights(pack(shared.gate_up), pack(shared.down)))
+
+
 def on_gpu(weights: MoeWeights) -> MoeWeights:
     def moved(weight: object) -> object:
         return type(weight)(*(t.to("cuda") for t in vars(weight).values()))
@@ -58,6 +68,7 @@ def on_gpu(weights: MoeWeights) -> MoeWeights:
         router_bias=weights.router_bias.to("cuda"),
         gate_up=moved(weights.gate_up),
         down=moved(weights.down),
+        shared=MlpWeights(moved(weights.shared.gate_up), moved(weights.shared.down)),
     )
 
 
@@ -89,6 +100,14 @@ def whole(x: Tensor, weights: MoeWeights, shared: Tensor, spec: ModelSpec = SPEC
     return (parts * share.unsqueeze(-1)).sum(1) + shared.float()
 
 
+def shared_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec = SPEC) -> Tensor:
+    """What a packed shared expert gives of the rows, fp32."""
+    gate_up, down = (
+        dequantise(unpack(w), torch.float32) for w in (weights.shared.gate_up, weights.shared.down)
+    )
+    return activation(x.float() @ gate_up.T, spec) @ down.T
+
+
 def error(got: Tensor, want: Tensor) -> float:
     assert torch.equal(got.isnan(), want.isnan())
     got, want = got.double().nan_to_num(), want.double().nan_to_num()
@@ -116,6 +135,48 @@ def test_the_router_chooses_what_the_reference_does(rows: int) -> None:
     want, want_share = reference.choose(logits, weights.router_bias, SPEC)
     assert torch.equal(chosen.long(), want)
     assert torch.allclose(share, want_share, rtol=2e-6, atol=0)
+
+
+@gpu
+@pytest.mark.parametrize("experts", [5, 12, 128, 130, 256])
+@pytest.mark.parametrize("hidden_size", [128, 384, 1152, 6144])
+def test_a_choice_does_not_hang_on_the_number_of_rows(hidden_size: int, experts: int) -> None:
+    spec = replace(
+        SPEC, hidden_size=hidden_size, num_experts=experts, experts_per_token=min(8, experts)
+    )
+    generator = torch.Generator().manual_seed(experts)
+    weights = replace(
+        on_gpu(packed()),
+        router=(torch.randn(experts, hidden_size, generator=generator) / hidden_size**0.5).cuda(),
+        router_bias=torch.randn(experts, generator=generator).round(decimals=1).cuda(),
+    )
+    x = rows_of(700, spec).to("cuda")
+    chosen, share = prefill.route(x, weights, spec, form=0)
+    scores = torch.sigmoid(x.double() @ weights.router.double().T)
+    ranks, want = scores + weights.router_bias, chosen.long()
+    best = ranks.sort(descending=True).values[:, : spec.experts_per_token]
+    # What differs by less may be chosen one for the other.
+    assert (ranks.gather(1, want) - best).abs().max() <= 1e-5
+    assert all(len(set(row)) == spec.experts_per_token for row in chosen.tolist())
+    want_share = scores.gather(1, want) / scores.gather(1, want).sum(1, keepdim=True)
+    assert torch.allclose(share.double(), want_share * spec.routed_scale, rtol=1e-5, atol=0)
+    for rows in (9, 31, 64, 65, 129, 448, 449, 700):
+        for form in (None, 0, 1, 2):
+            got, got_share = prefill.route(x[:rows], weights, spec, form=form)
+            assert torch.equal(got, chosen[:rows])
+            assert torch.equal(got_share, share[:rows])
+
+
+@gpu
+@pytest.mark.parametrize("rows", [9, 600])
+def test_a_shared_expert_takes_the_last_slot_of_every_row(rows: int) -> None:
+    x, weights = rows_of(rows).to("cuda"), on_gpu(packed())
+    chosen, share = prefill.route(x, weights, SPEC)
+    both, both_share = prefill.route(x, weights, SPEC, SPEC.experts_per_token + 1)
+    assert torch.equal(both[:, :-1], chosen)
+    assert torch.equal(both_share[:, :-1], share)
+    assert (both[:, -1] == SPEC.num_experts).all()
+    assert (both_share[:, -1] == 1.0).all()
 
 
 @gpu
@@ -175,9 +236,53 @@ def test_gathered_rows_are_the_rows_times_a_power_of_two() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("shape", [0, 1, 2, 3])
+def test_few_rows_are_ordered_by_what_has_just_been_chosen() -> None:
+    weights = on_gpu(packed())
+    inputs = [rows_of(prefill._PLACED_ROWS, seed=seed).to("cuda") for seed in range(8)]
+    alone = [prefill.order(*prefill.route(x, weights, SPEC), SPEC) for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    slabs = prefill._slabs(SPEC.hidden_size, alone[0].capacity, inputs[0].device)
+    with torch.cuda.graph(graph):
+        found = [prefill.place(x, *prefill.route(x, weights, SPEC), SPEC, slabs)[0] for x in inputs]
+    for _ in range(5):
+        for one in found:
+            one.places.fill_(-1)
+        graph.replay()
+        for one, want in zip(found, alone, strict=True):
+            assert torch.equal(one.places, want.places)
+            assert torch.equal(one.counts, want.counts)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 9, 300, 512])
+@pytest.mark.parametrize("hidden_size", [128, 512, 6144])
+def test_one_launch_orders_and_gathers_to_the_same_bits(rows: int, hidden_size: int) -> None:
+    spec = replace(SPEC, hidden_size=hidden_size)
+    x = rows_of(rows, spec).to("cuda")
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.rand(rows, spec.num_experts, generator=generator).topk(4).indices.int()
+    chosen[chosen == 5] = 6
+    for extra in (0, 1):
+        visited = torch.nn.functional.pad(chosen, (0, extra), value=spec.num_experts).cuda()
+        shares = torch.zeros(visited.shape, device="cuda")
+        want = prefill.order(visited, shares, spec)
+        wanted, slabs = (
+            prefill._slabs(hidden_size, want.capacity, x.device).fill_(0xFF) for _ in range(2)
+        )
+        want_factors = prefill.gather(x, want, spec, wanted)
+        got, factors = prefill.place(x, visited, shares, spec, slabs)
+        assert torch.equal(got.places, want.places)
+        assert torch.equal(got.counts, want.counts)
+        assert torch.equal(got.starts, want.starts)
+        assert not got.next.any()
+        assert torch.equal(slabs, wanted)
+        assert torch.equal(factors[got.places.long()], want_factors[got.places.long()])
+
+
+@gpu
+@pytest.mark.parametrize("form", [0, 1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 40, 110, 150, 320, 700, 3000])
-def test_both_products_are_those_of_the_dequantised_weights(rows: int, shape: int) -> None:
+def test_both_products_are_those_of_the_dequantised_weights(rows: int, form: int) -> None:
     for hidden_size, width in ((512, 384), (384, 256), (128, 128)):
         spec = replace(SPEC, hidden_size=hidden_size, expert_width=width)
         x, weights = rows_of(rows, spec).to("cuda"), on_gpu(packed(spec))
@@ -188,7 +293,7 @@ def test_both_products_are_those_of_the_dequantised_weights(rows: int, shape: in
             for columns in (hidden_size, width, hidden_size)
         )
         factors = prefill.gather(x, found, spec, slabs)
-        prefill.multiply(slabs, factors, weights, hidden, parts, found, spec, shape)
+        prefill.multiply(slabs, factors, weights, hidden, parts, found, spec, form)
         want_hidden, want_parts = plain(x, weights, chosen, spec)
         places = found.places.long()
         got = from_slabs(hidden, torch.float16)[places].float() / prefill._hidden_factor(spec)
@@ -203,14 +308,14 @@ def test_both_products_are_those_of_the_dequantised_weights(rows: int, shape: in
 def test_no_shape_changes_a_bit() -> None:
     x, weights = rows_of(320).to("cuda"), on_gpu(packed())
     results = []
-    for shape in range(4):
+    for form in range(4):
         found = prefill.order(*prefill.route(x, weights, SPEC), SPEC)
         slabs, hidden, parts = (
             prefill._slabs(columns, found.capacity, x.device).fill_(0xFF)
             for columns in (SPEC.hidden_size, SPEC.expert_width, SPEC.hidden_size)
         )
         factors = prefill.gather(x, found, SPEC, slabs)
-        prefill.multiply(slabs, factors, weights, hidden, parts, found, SPEC, shape)
+        prefill.multiply(slabs, factors, weights, hidden, parts, found, SPEC, form)
         results.append((hidden, parts))
     for hidden, parts in results[1:]:
         assert torch.equal(hidden, results[0][0])
@@ -275,6 +380,82 @@ def test_a_replayed_graph_serves_another_routing() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("rows", [1, 9, 64, 140, 260, 1000, 4100])
+@pytest.mark.parametrize("widths", [(512, 384, 256), (384, 256, 256), (256, 128, 640)])
+def test_a_packed_shared_expert_is_one_of_the_experts(
+    rows: int, widths: tuple[int, int, int]
+) -> None:
+    hidden_size, expert_width, shared_width = widths
+    spec = replace(
+        SPEC, hidden_size=hidden_size, expert_width=expert_width, shared_width=shared_width
+    )
+    x, weights = rows_of(rows, spec).to("cuda"), joined(spec)
+    got = prefill.experts(x, weights, None, spec)
+    shared = shared_rows(x, weights, spec)
+    want = whole(x, weights, shared, spec)
+    assert shared.norm() > want.norm() / 8
+    assert error(got, want) <= BF16
+    assert torch.equal(prefill.experts(x[: rows // 2], weights, None, spec), got[: rows // 2])
+
+
+@gpu
+@pytest.mark.parametrize("form", [0, 1, 2, 3])
+def test_no_shape_changes_a_bit_of_a_shared_expert(form: int) -> None:
+    x, weights = rows_of(320).to("cuda"), joined()
+    results = []
+    for which in (form, 1):
+        found = prefill.order(*prefill.route(x, weights, SPEC, SPEC.experts_per_token + 1), SPEC)
+        slabs, hidden, parts = (
+            prefill._slabs(columns, found.capacity, x.device).fill_(0xFF)
+            for columns in (SPEC.hidden_size, SPEC.expert_width, SPEC.hidden_size)
+        )
+        factors = prefill.gather(x, found, SPEC, slabs)
+        prefill.multiply(slabs, factors, weights, hidden, parts, found, SPEC, which)
+        results.append((hidden, parts))
+        shared = from_slabs(parts, torch.bfloat16)[found.places[:, -1].long()]
+        assert error(shared, shared_rows(x, weights)) <= BF16
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@gpu
+def test_a_shared_expert_among_the_others_reaches_the_clamp() -> None:
+    x, weights = (rows_of(200) * 40).to("cuda"), joined()
+    got = prefill.experts(x, weights, None, SPEC)
+    assert error(got, whole(x, weights, shared_rows(x, weights))) <= BF16
+
+
+@gpu
+def test_a_graph_with_a_shared_expert_serves_another_routing() -> None:
+    x, weights = rows_of(140).to("cuda"), joined()
+    prefill.experts(x, weights, None, SPEC)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prefill.experts(x, weights, None, SPEC)
+    for seed in (8, 9):
+        x.copy_(rows_of(140, seed=seed) + (3.0 if seed == 9 else 0.0))
+        graph.replay()
+        assert error(out, whole(x, weights, shared_rows(x, weights))) <= BF16
+        assert torch.equal(out, prefill.experts(x, weights, None, SPEC))
+
+
+@gpu
+def test_calls_behind_each_other_give_what_each_gives_alone() -> None:
+    weights = joined()
+    inputs = [rows_of(9 + 31 * i, seed=i).to("cuda") for i in range(10)]
+    wanted = [prefill.experts(x, weights, None, SPEC) for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [prefill.experts(x, weights, None, SPEC) for x in inputs]
+    for _ in range(10):
+        for out in got:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@gpu
 def test_rows_need_not_lie_one_after_another() -> None:
     weights = on_gpu(packed())
     wide = rows_of(300, replace(SPEC, hidden_size=1024)).to("cuda")
@@ -299,6 +480,8 @@ def test_what_the_kernels_do_not_take_is_refused_in_words() -> None:
     standard = replace(weights, gate_up=unpack(weights.gate_up))
     with pytest.raises(UnsupportedError, match="packed NVFP4"):
         prefill.experts(x, standard, lambda: x, SPEC)
+    with pytest.raises(UnsupportedError, match="packed NVFP4"):
+        prefill.experts(x, weights, None, SPEC)
 
 
 def test_the_largest_hidden_value_fits_fp16() -> None:
@@ -311,12 +494,14 @@ def test_the_largest_hidden_value_fits_fp16() -> None:
 
 
 def test_more_rows_an_expert_never_take_a_shape_for_fewer() -> None:
-    taken = [prefill._shape(rows / 8) for rows in range(1, 8000)]
+    taken = [prefill._form(rows / 8) for rows in range(1, 8000)]
     assert taken == sorted(taken)
     assert set(taken) == {0, 1, 2, 3}
 
 
 @nvcc
-@pytest.mark.parametrize("source", [prefill.PRODUCTS, prefill.ROWS], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "source", [prefill.PRODUCTS, prefill.ROUTE, prefill.ROWS], ids=lambda p: p.stem
+)
 def test_the_kernels_build(source: object) -> None:
     assert cuda_build.build(source).is_file()  # type: ignore[arg-type]

@@ -15,17 +15,18 @@ from winnow.spec.model import ModelSpec
 
 
 def _spec(kind: str) -> ModelSpec:
-    """Of `mixed` the widths are whole tiles of packed weights."""
+    """Of `mixed` and `packed` the widths are whole tiles of packed weights."""
     spec = small_spec()
-    if kind != "mixed":
+    if kind not in ("mixed", "packed"):
         return spec
     return replace(spec, hidden_size=384, expert_width=256, shared_width=128)
 
 
 def _weights(kind: str, generator: torch.Generator, spec: ModelSpec) -> MoeWeights:
-    """`mixed`: as in a mixed checkpoint, NVFP4 experts and a shared one in MXFP8."""
+    """`mixed`: as in a mixed checkpoint, NVFP4 experts and a shared one in MXFP8; `packed`: all in
+    NVFP4."""
     if kind != "mixed":
-        return moe_weights(kind, generator, spec)
+        return moe_weights("nvfp4" if kind == "packed" else kind, generator, spec)
     weights = moe_weights("nvfp4", generator, spec)
     shared = mlp_weights("mxfp8", generator, spec.shared_width, spec.hidden_size)
     return replace(weights, shared=shared)
@@ -83,6 +84,16 @@ CASES = (
             (4, "one row of NaN"),
             # As many rows as each of hopper's ways to compute experts is for.
             (6, "beyond the limit"),
+            (40, "beyond the limit"),
+            (260, "beyond the limit"),
+        )
+    ),
+    *(_case("packed", "bf16", rows) for rows in (5, 9, 64, 140, 260)),
+    *(
+        _case("packed", "bf16", rows, fault)
+        for rows, fault in (
+            (33, "all to the same experts"),
+            (12, "one row of NaN"),
             (40, "beyond the limit"),
             (260, "beyond the limit"),
         )

@@ -37,7 +37,7 @@ SOURCES = Path(__file__).parent / "csrc"
 MAX_ROWS = 256
 """Of one call of the kernels for few rows."""
 PREFILL_ROWS = 8
-"""Above so many rows `hopper_prefill` serves what it takes, with a shared expert in MXFP8."""
+"""Above so many rows `hopper_prefill` serves what it takes."""
 MAX_EXPERTS = 256
 MAX_TAKEN = 8
 BLOCK = 128
@@ -107,7 +107,7 @@ def prepare(weights: MoeWeights, spec: ModelSpec) -> MoeWeights:
 
 
 def moe(mlp: Mlp) -> Moe:
-    """The op; `mlp` gives the shared expert's rows where `hopper_prefill` takes over."""
+    """The op; `mlp` gives a shared expert's rows in MXFP8 where `hopper_prefill` takes over."""
 
     def op(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:
         """See `winnow.ops.moe.Moe`. Weights that `prepare` has not packed are copied and packed
@@ -119,8 +119,9 @@ def moe(mlp: Mlp) -> Moe:
                 "--backend cuda"
             )
         weights = prepare(_own(weights), spec)
-        mx = isinstance(weights.shared.gate_up, PackedMxfp8Weight)
-        if x.shape[0] > PREFILL_ROWS and mx and hopper_prefill.takes(x, weights, spec):
+        if x.shape[0] > PREFILL_ROWS and hopper_prefill.takes(x, weights, spec):
+            if hopper_prefill.joins(weights):
+                return hopper_prefill.experts(x, weights, None, spec)
             return hopper_prefill.experts(x, weights, lambda: mlp(x, weights.shared, spec), spec)
         parts = [few_rows(part, weights, spec) for part in x.split(MAX_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,8 +1,8 @@
 // The experts for many rows, on Hopper (sm_90a): wgmma on packed NVFP4 weights.
 //
 // Owns both products (gate and up with the activation; down), in one launch, over rows that lie
-// ordered by expert. Who chose which expert, and the weighted sum, are prefill_rows.cu's; items, what
-// feeds them and what stores their results are prefill_items.cuh's.
+// ordered by expert. That order and the weighted sum are prefill_rows.cu's; items, what feeds them
+// and what stores their results are prefill_items.cuh's.
 //
 // Weights are the A operand, from registers: a lane reads 16 bytes of a packed tile (16 rows x 64
 // columns, see winnow/ops/fragments.py) from shared memory and expands the codes into fp16
@@ -140,7 +140,7 @@ __device__ __forceinline__ void run(const Params& p, Shared<S>& shared, int slot
                                     int warp, int lane) {
   float sums[2][N / 2] = {}, scales[2][2];
   const Item& item = shared.items[slot];
-  const int pairs = p.products[item.kind].pairs;
+  const int pairs = p.products[item.product].pairs;
   load_scales<S>(p, item, warp, lane, scales);
   uint32_t previous = 0;
   for (int pair = 0; pair < pairs; ++pair) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ void consume(const Params& p, Shared<Shape<GROUPS, LO
   while (true) {
     const int slot = walk.items % kSlots;
     barrier_wait(shared.known[slot], walk.items / kSlots % 2);
-    if (shared.items[slot].matrix < 0) break;
+    if (shared.items[slot].expert < 0) break;
     const int n = shared.items[slot].n;
     (void)((n == LOOPS && (run<S, LOOPS>(p, shared, slot, walk, warp, lane), true)) || ...);
     ++walk.items;
@@ -239,25 +239,43 @@ using Many = Shape<2, 64, 72, 80, 88, 96, 104, 112, 120, 128>;
 
 }  // namespace
 
-// Both products of all experts on `stream`; returns a cudaError_t. `gate_up`: two matrices an
-// expert, of `width` outputs each; `down`: one of `hidden` outputs. `rows` [hidden / 64, capacity,
-// 128], `inner` [width / 64, capacity, 128], `out` like `rows`, which it may be. `next`: 1 +
-// experts ints that are 0. `shape`: 0 to 3, for more and more rows an expert; it changes no result.
-extern "C" int winnow_moe_prefill(const uint8_t* gate_up_codes, const uint8_t* gate_up_scales,
-                                  const float* gate_up_globals, const uint8_t* down_codes,
-                                  const uint8_t* down_scales, const float* down_globals,
-                                  const uint8_t* rows, uint8_t* inner, uint8_t* out,
-                                  const int* starts, const int* counts, const float* factors,
-                                  int* next, int shape, int experts, int hidden, int width,
-                                  int capacity, float alpha, float limit, float beta,
-                                  float inner_factor, float out_factor, int ctas,
-                                  cudaStream_t stream) {
-  if (experts > kMaxExperts || hidden % 128 || width % 128) return cudaErrorInvalidValue;
-  const Params p = {
-      {{gate_up_globals, rows, inner, width / 16, hidden / 128, inner_factor},
-       {down_globals, inner, out, hidden / 16, width / 128, out_factor}},
-      starts, counts, factors, next, next + 1, experts, capacity, alpha, limit, beta};
-  const Packed packed = {{gate_up_codes, down_codes}, {gate_up_scales, down_scales}};
+// Packed weights of one stack of matrices.
+struct WinnowMoeStack {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const float* globals;
+};
+
+// Both products of all experts on `stream`; returns a cudaError_t. `stacks`: gate_up, two matrices
+// an expert, of `width` outputs each; down, one of `hidden` outputs; the same of a shared expert,
+// `shared_width` wide, or none where that is 0. `rows` [hidden / 64, capacity, 128], `inner` [the
+// larger width / 64, capacity, 128], `out` like `rows`, which it may be. Of `starts` and `counts` a
+// shared expert has the last. `next`: an int for all and one for each expert, that are 0. `shape`:
+// 0 to 3, for more and more rows an expert; it changes no result.
+extern "C" int winnow_moe_prefill(const WinnowMoeStack* stacks, const uint8_t* rows, uint8_t* inner,
+                                  uint8_t* out, const int* starts, const int* counts,
+                                  const float* factors, int* next, int shape, int experts,
+                                  int hidden, int width, int shared_width, int capacity,
+                                  float alpha, float limit, float beta, float inner_factor,
+                                  float out_factor, int ctas, cudaStream_t stream) {
+  if (experts > kMaxExperts || hidden % 128 || width % 128 || shared_width % 128)
+    return cudaErrorInvalidValue;
+  Params p = {{}, starts, counts, factors, next, next + 1, experts, shared_width > 0, capacity,
+              alpha, limit, beta};
+  Packed packed = {};
+  for (int i = 0; i < (p.shared ? kProducts : kShared); ++i) {
+    const int inputs = i < kShared ? width : shared_width, matrices = i < kShared ? experts : 1;
+    packed.codes[i] = stacks[i].codes, packed.scales[i] = stacks[i].scales;
+    if (i % 2 == kGated) {
+      const int strips = inputs / 16;
+      p.products[i] = {stacks[i].globals, rows,   inner, strips, hidden / 128,
+                       2 * matrices * strips, inner_factor};
+    } else {
+      const int strips = hidden / 16;
+      p.products[i] = {stacks[i].globals, inner,  out, strips, inputs / 128,
+                       matrices * strips, out_factor};
+    }
+  }
   switch (shape) {
     case 0:
       return launch<Few>(p, packed, ctas, stream);

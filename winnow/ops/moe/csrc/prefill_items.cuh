@@ -5,6 +5,9 @@
 // first, then those of down, in the same order of experts: the one with most rows first. They are
 // handed out by a counter. An item of down waits until all of its expert's hidden values are
 // stored, by whatever CTA; those were handed out before it, so that they do not wait for it.
+//
+// A shared expert, which all rows visit, may be one more expert, with matrices of its own width
+// from stacks of its own. Its items come before the others' of their kind.
 
 #pragma once
 
@@ -22,35 +25,40 @@ constexpr int kTileCodes = 512, kTileScales = 64;
 constexpr int kPairCodes = 2 * kTileCodes, kPairScales = 2 * kTileScales;
 constexpr int kSlots = 4;  // items known ahead, at most
 constexpr int kTaken = 3;  // pairs of steps that an item still has to be fed when the next is taken
-constexpr int kMaxExperts = 256;
+constexpr int kMaxExperts = 256;  // that are chosen
 constexpr int kMaxShared = 227 * 1024;  // bytes of a CTA
 constexpr int kOtherBytes = 4 * 1024;   // of these, at most, neither of stages nor of results
 
 // One of an expert's two products: gate and up with the activation, or down.
 struct Product {
-  const float* global_scales;  // [matrices * strips * 16]
+  const float* global_scales;  // [all_strips * 16]
   const uint8_t* rows;         // [steps, capacity, 128]
   uint8_t* out;                // [slabs, capacity, 128]
-  int strips, pairs;           // pairs of steps
+  int strips, pairs;           // of a matrix; pairs of steps
+  int all_strips;              // of all matrices
   float factor;                // of every hidden value, of every sum of down
 };
 
 enum Kind { kGated = 0, kDown = 1 };
+constexpr int kShared = 2;  // a shared expert's products come after the others'
+constexpr int kProducts = 4;
 
-// Weights as the copy engine sees them, by kind: packed codes [matrices * strips, steps * 512] and
-// scales [matrices * strips, steps * 64]. A box is a pair of steps of a strip for each warp.
+// Weights as the copy engine sees them, by product: packed codes [all_strips, steps * 512] and
+// scales [all_strips, steps * 64]. A box is a pair of steps of a strip for each warp.
 struct Maps {
-  CUtensorMap codes[2], scales[2];
+  CUtensorMap codes[kProducts], scales[kProducts];
 };
 
 struct Params {
-  Product products[2];  // by kind
-  const int* starts;    // [experts], multiples of 8
+  Product products[kProducts];
+  const int* starts;    // [experts + shared], multiples of 8
   const int* counts;
   const float* factors;  // [capacity], of the rows of gate and up
   int* next;             // 0 at launch
-  int* done;             // [experts], 0 at launch: items whose hidden values are stored
-  int experts, capacity;
+  int* done;             // [experts + shared], 0 at launch: items whose hidden values are stored
+  int experts;           // that are chosen
+  int shared;            // 1: the number after theirs is a shared expert's
+  int capacity;
   float alpha, limit, beta;
 };
 
@@ -84,9 +92,10 @@ struct Shape {
 };
 
 struct Item {
-  int kind;
-  int matrix;         // expert, -1: no more items
+  int kind, product;
+  int expert;         // -1: no more items
   int tile;           // which strips: one a warp of gate and up each, two of down
+  int strips[2];      // the first of those, numbered through all matrices, of which a warp has one
   int row, valid, n;  // first row, rows that count, rows that are multiplied
 };
 
@@ -114,17 +123,7 @@ struct Shared {
   int parts;  // of all
 };
 
-// A tile's first strip of which every warp has one, numbered through all matrices, which lie one
-// after another; a gate's matrix is 2 * expert. The last tile may have warpgroups without strips:
-// they multiply what follows and store nothing.
-template <typename S>
-__device__ __forceinline__ int strip_of(const Params& p, const Item& item, int which) {
-  const int strips = p.products[item.kind].strips;
-  return item.kind == kGated ? (2 * item.matrix + which) * strips + S::kWarps * item.tile
-                             : item.matrix * strips + S::kWarps * (2 * item.tile + which);
-}
-
-// Ranks the experts by their rows, and numbers the parts of these.
+// Ranks the experts by their rows, and numbers the parts of these; not the shared one.
 template <typename S>
 __device__ __forceinline__ void list_parts(const Params& p, Shared<S>& shared) {
   for (int e = threadIdx.x; e < p.experts; e += S::kThreads) {
@@ -143,27 +142,51 @@ __device__ __forceinline__ void list_parts(const Params& p, Shared<S>& shared) {
   }
 }
 
+template <typename S>
+__device__ __forceinline__ int parts_of(int rows) {
+  return (rows + S::kRows - 1) / S::kRows;
+}
+
+// An expert's item by its number among those of the kind. Matrices lie one after another; a gate's
+// is 2 * expert. The last tile may have warpgroups without strips: they multiply what follows and
+// store nothing.
+template <typename S>
+__device__ __forceinline__ Item item_of(const Params& p, int kind, int expert, int number) {
+  const bool shared = expert == p.experts;
+  const int product = kind + (shared ? kShared : 0), matrix = shared ? 0 : expert;
+  const int strips = p.products[product].strips, count = p.counts[expert];
+  const int parts = parts_of<S>(count), part = number % parts, tile = number / parts;
+  const int size = ((count + parts - 1) / parts + 7) / 8 * 8;
+  const int first = kind == kGated ? 2 * matrix * strips + S::kWarps * tile
+                                   : matrix * strips + S::kWarps * 2 * tile;
+  const int second = first + (kind == kGated ? strips : S::kWarps);
+  return {kind, product, expert, tile, {first, second}, p.starts[expert] + part * size,
+          min(size, count - part * size), S::padded(size)};
+}
+
 // All items of gate and up come first, in the order of experts in which those of down follow.
 template <typename S>
 __device__ __forceinline__ Item find_item(const Params& p, const Shared<S>& shared, int number) {
-  int kind = kGated, tiles = S::tiles(p.products[kGated], kGated);
-  if (number >= shared.parts * tiles) {
+  for (int kind = kGated; kind <= kDown; ++kind) {
+    if (p.shared) {
+      const int own =
+          parts_of<S>(p.counts[p.experts]) * S::tiles(p.products[kind + kShared], kind);
+      if (number < own) return item_of<S>(p, kind, p.experts, number);
+      number -= own;
+    }
+    const int tiles = S::tiles(p.products[kind], kind);
+    if (number < shared.parts * tiles) {
+      // The last whose first item is not after `number`; experts without rows come after all items.
+      int low = 0, high = p.experts;
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (shared.first[middle] * tiles <= number ? low : high) = middle;
+      }
+      return item_of<S>(p, kind, shared.expert[low], number - shared.first[low] * tiles);
+    }
     number -= shared.parts * tiles;
-    kind = kDown, tiles = S::tiles(p.products[kDown], kDown);
-    if (number >= shared.parts * tiles) return {kDown, -1, 0, 0, 0, 0};
   }
-  // The last whose first item is not after `number`; experts without rows come after all items.
-  int low = 0, high = p.experts;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (shared.first[middle] * tiles <= number ? low : high) = middle;
-  }
-  const int expert = shared.expert[low], count = p.counts[expert];
-  const int parts = (count + S::kRows - 1) / S::kRows, within = number - shared.first[low] * tiles;
-  const int size = ((count + parts - 1) / parts + 7) / 8 * 8, part = within % parts;
-  const int valid = min(size, count - part * size);
-  const int row = p.starts[expert] + part * size;
-  return {kind, expert, within / parts, row, valid, S::padded(size)};
+  return {kDown, kDown, -1, 0, {0, 0}, 0, 0, 0};
 }
 
 // Hands out items, as late as their feeding allows: a thread.
@@ -176,16 +199,16 @@ __device__ __forceinline__ void list(const Params& p, Shared<S>& shared) {
     barrier_wait(shared.taken[slot], i / kSlots % 2 ^ 1);
     shared.items[slot] = item;
     barrier_arrive(shared.known[slot]);
-    if (item.matrix < 0) break;
+    if (item.expert < 0) break;
   }
 }
 
 // Until the hidden values of every item of the expert are stored.
 template <typename S>
-__device__ __forceinline__ void wait_for_hidden(const Params& p, int expert) {
-  const int parts = (p.counts[expert] + S::kRows - 1) / S::kRows;
-  const int items = parts * S::tiles(p.products[kGated], kGated);
-  while (load_acquire(p.done + expert) < items) __nanosleep(100);
+__device__ __forceinline__ void wait_for_hidden(const Params& p, const Item& item) {
+  const Product& gated = p.products[item.product - kDown + kGated];
+  const int items = parts_of<S>(p.counts[item.expert]) * S::tiles(gated, kGated);
+  while (load_acquire(p.done + item.expert) < items) __nanosleep(100);
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
@@ -197,10 +220,9 @@ __device__ __forceinline__ void feed_weights(const Params& p, const Maps& maps, 
   while (true) {
     barrier_wait(shared.known[slot], slot_parity);
     const Item item = shared.items[slot];
-    if (item.matrix < 0) break;
-    const CUtensorMap &codes = maps.codes[item.kind], &scales = maps.scales[item.kind];
-    const int strips[2] = {strip_of<S>(p, item, 0), strip_of<S>(p, item, 1)};
-    const int pairs = p.products[item.kind].pairs, late = max(0, pairs - kTaken);
+    if (item.expert < 0) break;
+    const CUtensorMap &codes = maps.codes[item.product], &scales = maps.scales[item.product];
+    const int pairs = p.products[item.product].pairs, late = max(0, pairs - kTaken);
 #pragma unroll 1
     for (int pair = 0; pair < pairs; ++pair) {
       if (pair == late) barrier_arrive(shared.late[slot]);
@@ -210,10 +232,10 @@ __device__ __forceinline__ void feed_weights(const Params& p, const Maps& maps, 
       barrier_expect(full, kBytes);
 #pragma unroll
       for (int which = 0; which < 2; ++which) {
-        tensor_load(shared_address(to.codes[which]), codes, pair * kPairCodes / 8, strips[which],
-                    full);
-        tensor_load(shared_address(to.scales[which]), scales, pair * kPairScales / 8, strips[which],
-                    full);
+        tensor_load(shared_address(to.codes[which]), codes, pair * kPairCodes / 8,
+                    item.strips[which], full);
+        tensor_load(shared_address(to.scales[which]), scales, pair * kPairScales / 8,
+                    item.strips[which], full);
       }
       if (++stage == S::kStages) stage = 0, parity ^= 1;
     }
@@ -229,9 +251,9 @@ __device__ __forceinline__ void feed_rows(const Params& p, Shared<S>& shared) {
   while (true) {
     barrier_wait(shared.known[slot], slot_parity);
     const Item item = shared.items[slot];
-    if (item.matrix < 0) break;
-    const Product& product = p.products[item.kind];
-    if (item.kind == kDown) wait_for_hidden<S>(p, item.matrix);
+    if (item.expert < 0) break;
+    const Product& product = p.products[item.product];
+    if (item.kind == kDown) wait_for_hidden<S>(p, item);
     const int bytes = item.n * kRowBytes;
     const uint8_t* from = product.rows + int64_t{item.row} * kRowBytes;
 #pragma unroll 1
@@ -261,8 +283,8 @@ __device__ __forceinline__ void store(const Params& p, Shared<S>& shared) {
     const int slot = i % kSlots;
     barrier_wait(shared.known[slot], i / kSlots % 2);
     const Item item = shared.items[slot];
-    if (item.matrix < 0) break;
-    const Product& product = p.products[item.kind];
+    if (item.expert < 0) break;
+    const Product& product = p.products[item.product];
     const int sets = item.kind == kGated ? 1 : 2, slabs = product.strips / 4;
     barrier_wait(shared.stored, i % 2);
 #pragma unroll 1
@@ -282,7 +304,7 @@ __device__ __forceinline__ void store(const Params& p, Shared<S>& shared) {
       // Bulk copies of other CTAs read these hidden values.
       bulk_wait();
       asm volatile("fence.proxy.async;" ::: "memory");
-      add_release(p.done + item.matrix);
+      add_release(p.done + item.expert);
     }
   }
   bulk_wait();

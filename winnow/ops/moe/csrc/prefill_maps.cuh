@@ -27,19 +27,18 @@ cudaError_t describe(CUtensorMap& map, const void* from, int row_bytes, int rows
 }
 
 struct Packed {
-  const uint8_t *codes[2], *scales[2];  // by kind
+  const uint8_t *codes[kProducts], *scales[kProducts];
 };
 
 // Maps of whose boxes each of `warps` warps has a strip.
 cudaError_t describe(Maps& maps, const Params& p, const Packed& packed, int warps) {
-  for (const Kind kind : {kGated, kDown}) {
-    const Product& product = p.products[kind];
-    const int strips = p.experts * (kind == kGated ? 2 : 1) * product.strips;
-    cudaError_t error = describe(maps.codes[kind], packed.codes[kind],
-                                 product.pairs * kPairCodes, strips, kPairCodes, warps);
+  for (int i = 0; i < (p.shared ? kProducts : kShared); ++i) {
+    const Product& product = p.products[i];
+    cudaError_t error = describe(maps.codes[i], packed.codes[i], product.pairs * kPairCodes,
+                                 product.all_strips, kPairCodes, warps);
     if (error != cudaSuccess) return error;
-    error = describe(maps.scales[kind], packed.scales[kind], product.pairs * kPairScales, strips,
-                     kPairScales, warps);
+    error = describe(maps.scales[i], packed.scales[i], product.pairs * kPairScales,
+                     product.all_strips, kPairScales, warps);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

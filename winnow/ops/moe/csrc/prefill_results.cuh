@@ -40,14 +40,14 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 template <typename S>
 __device__ __forceinline__ void load_scales(const Params& p, const Item& item, int warp, int lane,
                                             float (&scales)[2][2]) {
-  const Product& product = p.products[item.kind];
-  const int last = p.experts * (item.kind == kGated ? 2 : 1) * product.strips - 1;
+  const Product& product = p.products[item.product];
+  const int last = product.all_strips - 1;
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Of a warpgroup without strips: the last one's.
-      const int strip = min(strip_of<S>(p, item, which) + warp, last);
+      const int strip = min(item.strips[which] + warp, last);
       scales[which][half] = product.global_scales[16 * strip + 8 * half + lane / 4];
     }
   }

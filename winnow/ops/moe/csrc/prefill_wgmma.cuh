@@ -98,14 +98,15 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 
 // d += a rows: 64 output columns by 16 times 16 columns of 2 * COUNT rows, whose descriptor is
 // `rows`. Under way until wgmma_wait says that it is done.
-#define WINNOW_PRODUCT(n, count, sums, a0, a1, a2, a3, desc)                                   \
-  __device__ __forceinline__ void multiply(float (&d)[count], const uint32_t (&a)[4],          \
-                                           uint64_t rows) {                                    \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 {" sums               \
-                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #desc ", 1, 1, 1, 0;"         \
-                 : WINNOW_SUMS_##count(d, 0)                                                   \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));                     \
+#define WINNOW_PRODUCT_OF(name, type, n, count, sums, a0, a1, a2, a3, desc)                     \
+  __device__ __forceinline__ void name(float (&d)[count], const uint32_t (&a)[4],               \
+                                       uint64_t rows) {                                         \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" sums       \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #desc ", 1, 1, 1, 0;"          \
+                 : WINNOW_SUMS_##count(d, 0)                                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));                      \
   }
+#define WINNOW_PRODUCT(...) WINNOW_PRODUCT_OF(multiply, "f16", __VA_ARGS__)
 
 #define WINNOW_LIST_4 "%0, %1, %2, %3"
 WINNOW_PRODUCT(8, 4, WINNOW_LIST_4, 4, 5, 6, 7, 8)
