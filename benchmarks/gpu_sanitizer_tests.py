@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from winnow.ops.sparse_attention import hopper as sparse_decode
 
@@ -43,8 +44,15 @@ def _wide(values: Values) -> bool:
 
 
 def _tall(values: Values) -> bool:
-    """Of the experts whose units few CTAs are given: wide ones, all of them by one CTA."""
-    return values["multiprocessors"] == 1 and values["spec"].expert_width > 128
+    """Of the wide experts whose units few CTAs are given: those beside a shared one in NVFP4."""
+    wide = values["spec"].expert_width > 128
+    return values["multiprocessors"] == 1 and wide and values["shared"] == "nvfp4"
+
+
+def _expanded(values: Values) -> bool:
+    """Of the products, those of weights expanded before: by a kernel without shared memory, and by
+    cuBLAS's, which racecheck of CUDA 13.0 ends ("failed to handle a hardware exception")."""
+    return values["rows"] > 1024
 
 
 def _many_requests(values: Values) -> bool:
@@ -86,8 +94,9 @@ TOO_LARGE: dict[tuple[str, str], Rule] = {
 TOO_MUCH_SHARED_MEMORY: dict[tuple[str, str], Rule] = {
     ("linear", "test_clusters_that_take_tiles_in_turn_add_each_of_them"): always,
     ("linear", "test_real_widths_agree_and_repeat_to_the_bit"): lambda v: (
-        v["n"] == 640 and v["rows"] != 8
+        (v["n"] == 640 and v["rows"] != 8) or _expanded(v)
     ),
+    ("linear", "test_nan_and_the_smallest_and_largest_scales_reach_the_result"): _expanded,
     ("linear", "test_tiles_that_several_ctas_have_agree_and_repeat_to_the_bit"): lambda v: (
         v["n"] not in (8448, 4352) or not v["woven"]
     ),
@@ -196,7 +205,7 @@ class Shared:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for item in session.items:
-            if session.shouldfail or time.monotonic() > self.end:
+            if time.monotonic() > self.end:
                 break
             assert isinstance(item, pytest.Function)
             if self._take(item):
@@ -207,7 +216,12 @@ class Shared:
                 begun, cpu = time.monotonic(), time.process_time()
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
                 spent = f"{time.monotonic() - begun:.1f} {time.process_time() - cpu:.1f}"
-                say(f"{'passed' if self.outcomes == {'passed'} else 'FAILED'} {spent}", item)
+                if self.outcomes == {"passed"}:
+                    say(f"passed {spent}", item)
+                    continue
+                say(f"FAILED {spent}", item)
+                if not answers():
+                    break
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -222,6 +236,17 @@ class Shared:
         return True
 
 
+def answers() -> bool:
+    """Whether this process may still use the device: after some errors no call succeeds, and tests
+    that another process could run would fail."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"\n{MARK} ends: {error}", flush=True)
+        return False
+    return True
+
+
 def say(what: str, item: pytest.Function) -> None:
     print(f"\n{MARK} {what} {name_of(item.path)}::{item.name}", flush=True)
 
@@ -229,5 +254,5 @@ def say(what: str, item: pytest.Function) -> None:
 if __name__ == "__main__":
     tool, share, folder, seconds, *files = sys.argv[1:]
     shared = Shared(tool, float(share), Path(folder), float(seconds))
-    options = ["-q", "-x", "-s", "--tb=short", "-p", "no:cacheprovider"]
+    options = ["-q", "-s", "--tb=short", "-p", "no:cacheprovider"]
     sys.exit(pytest.main([*options, *files], plugins=[shared]))

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from winnow.ops.cuda_build import compiler
+from winnow.ops.cuda_build import build, compiler
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 KERNELS = [f"_ZN41_GLOBAL__N__f451f799_9_expand_cu_65ec5e80{name}Ev" for name in ("3one", "3two")]
+USES = re.compile(r"\s(LDSM?|STSM?|ATOMS|SYNCS|UBLKCP|UTMA[A-Z]*|LDGSTS|HGMMA|STAS|REDAS)[.\s]")
+"""Instructions that read or write shared memory."""
 SUMMARY = {
     "memcheck": "========= ERROR SUMMARY: {} errors",
     "racecheck": "========= RACECHECK SUMMARY: {} hazards displayed (0 errors, 0 warnings)",
@@ -25,10 +30,15 @@ SUMMARY = {
 
 
 @pytest.fixture
-def sanitizer(monkeypatch: pytest.MonkeyPatch) -> Any:
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    module = import_module("gpu_sanitizer")
+    return import_module("gpu_sanitizer")
+
+
+@pytest.fixture
+def sanitizer(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "SOURCES", [Path("expand.cu")])
+    monkeypatch.setattr(module, "NOT_UNDER_RACECHECK", {})
     monkeypatch.setattr(module, "WITHOUT_SHARED_MEMORY", {})
     return module
 
@@ -73,6 +83,40 @@ def test_a_source_whose_library_was_never_loaded_is_missed(
     one = process(sanitizer, tmp_path, "memcheck")
     assert not sanitizer.verdict([one], "memcheck", whole=True, slowest=0)
     assert sanitizer.verdict([one], "memcheck", whole=False, slowest=0)
+
+
+@pytest.mark.parametrize(("tool", "clean"), [("memcheck", False), ("racecheck", True)])
+def test_racecheck_need_not_see_a_kernel_without_shared_memory(
+    sanitizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, clean: bool
+) -> None:
+    monkeypatch.setattr(sanitizer, "WITHOUT_SHARED_MEMORY", {"expand": ("two",)})
+    one = process(sanitizer, tmp_path, tool, launched=KERNELS[:1])
+    assert sanitizer.verdict([one], tool, whole=True, slowest=0) is clean
+
+
+def disassembler() -> str | None:
+    """cuobjdump of the toolkit, or the one in Triton's package."""
+    found = find_spec("triton")
+    places = (
+        [f"{one}/backends/nvidia/bin" for one in found.submodule_search_locations or ()]
+        if found
+        else []
+    )
+    return shutil.which("cuobjdump", path=os.pathsep.join([os.environ["PATH"], *places]))
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs nvcc")
+@pytest.mark.skipif(disassembler() is None, reason="needs cuobjdump")
+def test_kernels_said_to_be_without_shared_memory_are_those_that_never_use_it(module: Any) -> None:
+    sources = [source for source in module.SOURCES if source.stem in module.WITHOUT_SHARED_MEMORY]
+    for source in sources:
+        command = [str(disassembler()), "-sass", str(build(source))]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        kernels = code.split("Function : ")[1:]
+        assert kernels, source
+        for kernel in kernels:
+            name = kernel.split()[0]
+            assert module.is_without_shared_memory(name) == (not USES.search(kernel)), name
 
 
 @pytest.mark.parametrize("tool", SUMMARY)
