@@ -132,15 +132,17 @@ def run_part(part: str, out: Path, commit_name: str, warm: bool, own: str | None
         case ["conformance", backend, op]:
             print(render(conformance(backend, (op,))))
         case ["tokens", backend]:
-            tokens(backend, "cuda")
+            if not tokens(backend, "cuda"):
+                raise SystemExit(1)
         case ["steps"]:
             steps(out, commit_name, warm, own)
         case _:
             raise SystemExit(f"no part {part!r}")
 
 
-def tokens(backend: str, device: str) -> None:
-    """A tiny model's logits and greedy tokens against those of the CPU backend, both in bf16."""
+def tokens(backend: str, device: str) -> bool:
+    """A tiny model's logits and greedy tokens against those of the CPU backend, both in bf16;
+    whether the logits are near enough."""
     with tempfile.TemporaryDirectory() as home:
         plain = Path(home) / "bf16"
         make_tiny(plain)
@@ -148,13 +150,14 @@ def tokens(backend: str, device: str) -> None:
         for experts, linear in WEIGHTS:
             checkpoints.append(Path(home) / f"experts {experts}, linears {linear}")
             convert(plain, checkpoints[-1], experts, linear, progress=False)
-        for checkpoint in checkpoints:
-            forced(checkpoint, backend, device)
+        fine = [forced(checkpoint, backend, device) for checkpoint in checkpoints]
         greedy(plain, backend, device)
+    return all(fine)
 
 
-def forced(checkpoint: Path, backend: str, device: str) -> None:
+def forced(checkpoint: Path, backend: str, device: str) -> bool:
     """Logits of the same tokens on both sides, in pages of another order on each."""
+    fine = True
     spec = read_spec(checkpoint)
     sides = {
         name: Transformer(
@@ -174,15 +177,17 @@ def forced(checkpoint: Path, backend: str, device: str) -> None:
         best = want.topk(2, dim=1).values
         margins = (best[:, 0] - best[:, 1])[differ]
         middle = float(errors[len(errors) // 2])
-        verdict = "ok" if middle <= MEDIAN_ERROR and bool(got.isfinite().all()) else "FAILED"
+        near = middle <= MEDIAN_ERROR and bool(got.isfinite().all())
+        fine &= near
         print(
-            f"{verdict}: {checkpoint.name}, KV {kv_format}, index {index_format}: "
-            f"{len(errors)} rows of logits, relative error {middle:.4f} median, "
+            f"{'ok' if near else 'FAILED'}: {checkpoint.name}, KV {kv_format}, index "
+            f"{index_format}: {len(errors)} rows of logits, relative error {middle:.4f} median, "
             f"{float(errors[int(0.99 * len(errors))]):.4f} at 99%, {float(errors[-1]):.4f} most; "
             f"argmax differs in {int(differ.sum())}, at margins up to "
             f"{float(margins.max()) if len(margins) else 0.0:.3f}",
             flush=True,
         )
+    return fine
 
 
 def teacher_forced(model: Transformer, kv_format: str, index_format: str, seed: int) -> Tensor:

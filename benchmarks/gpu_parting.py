@@ -117,9 +117,9 @@ class Comparison:
         kinds = {kind: 2**0.5 * most for kind, most in zip(KINDS, choices, strict=True)}
         return Bounds(2**0.5 * logits[True], 2**0.5 * logits[False], **kinds)
 
-    def report(self, title: str, bounds: Bounds | None) -> None:
+    def report(self, title: str, bounds: Bounds | None) -> bool:
         """Print where answers part, and what came before; with bounds, whether all of it is
-        rounding."""
+        rounding, which is returned."""
         errors: dict[bool, list[float]] = {True: [], False: []}
         leads: dict[bool, list[float]] = {True: [], False: []}
         first = {kind: [0.0] for kind in KINDS}
@@ -130,12 +130,13 @@ class Comparison:
                 errors[pair.clean(i)].append(pair.error(i))
             if pair.place is not None:
                 leads[pair.clean(pair.place)].append(pair.want.lead(pair.place))
-        verdict, within = "", ""
+        verdict, within, fine = "", "", True
         if bounds is not None:
             self._list(bounds)
             tokens = all(max(leads[clean], default=0.0) <= bounds.token(clean) for clean in leads)
             ties = all(max(first[kind]) <= getattr(bounds, kind) for kind in KINDS)
-            verdict = "ok: " if tokens and ties else "FAILED: "
+            fine = tokens and ties
+            verdict = "ok: " if fine else "FAILED: "
             within = (
                 f" (leads may be: logits {bounds.logits:.4f}, after another choice "
                 f"{bounds.after:.4f}, experts {bounds.experts:.1e}, blocks {bounds.blocks:.1e})"
@@ -155,6 +156,7 @@ class Comparison:
             f"before, {spread(errors[False])} after one",
             flush=True,
         )
+        return fine
 
     def _list(self, bounds: Bounds) -> None:
         """Each prompt whose answers part."""

@@ -77,11 +77,12 @@ def main() -> None:
     parser.add_argument("--index", choices=FORMATS, help="of the replays, one format")
     parser.add_argument("--backend", help="default: the GPU's own")
     args = parser.parse_args()
+    fine = True
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         if args.only != "replays":
             names = [name for name in CHECKPOINTS if args.checkpoint in (None, name)]
-            tokens_of_both(args, {name: checkpoint(name, home) for name in names})
+            fine = tokens_of_both(args, {name: checkpoint(name, home) for name in names})
         if args.only != "cpu" and args.write_cpu is None:
             make_tiny(home / "bf16")
             convert(home / "bf16", home / "nvfp4", progress=False)
@@ -90,7 +91,9 @@ def main() -> None:
                     if args.weights in (None, weights) and args.kv in (None, kv):
                         for index in FORMATS:
                             if args.index in (None, index):
-                                replays(home / weights, kv, index, args.backend)
+                                fine &= replays(home / weights, kv, index, args.backend)
+    if not fine:
+        raise SystemExit(1)
 
 
 def checkpoint(name: str, home: Path) -> str:
@@ -101,18 +104,21 @@ def checkpoint(name: str, home: Path) -> str:
     return str(home / name)
 
 
-def tokens_of_both(args: argparse.Namespace, places: dict[str, str]) -> None:
+def tokens_of_both(args: argparse.Namespace, places: dict[str, str]) -> bool:
+    """Whether what was compared differs by rounding alone."""
     asked = (args.prompts, args.tokens)
     if args.write_cpu is not None:
         save(
             args.write_cpu, {n: on_cpu(n, place, *asked) for n, place in places.items()}, machine()
         )
-        return
+        return True
+    fine = True
     earlier, where = ({}, machine()) if args.cpu_answers is None else load(args.cpu_answers)
     for name, place in places.items():
         answers = on_cpu(name, place, *asked) if args.cpu_answers is None else earlier[name]
         print(f"{name}: the CPU's answers were computed on {where}")
-        against_cpu(name, place, answers, *asked, args.dtype, args.backend)
+        fine &= against_cpu(name, place, answers, *asked, args.dtype, args.backend)
+    return fine
 
 
 def prompts(count: int, vocab: int, seed: int) -> list[list[int]]:
@@ -131,8 +137,9 @@ def on_gpu(
     )  # fmt: skip
 
 
-def replays(checkpoint: Path, kv: str, index: str, backend: str | None) -> None:
-    """The same requests with captured steps and without, drawn and greedy."""
+def replays(checkpoint: Path, kv: str, index: str, backend: str | None) -> bool:
+    """The same requests with captured steps and without, drawn and greedy; whether their answers
+    are the same, and steps were replayed."""
     formats = {"kv_format": kv, "index_format": index}
     eager, captured = (on_gpu(checkpoint, on, backend, **formats) for on in (False, True))
     steps = counted_replays(captured)
@@ -165,6 +172,7 @@ def replays(checkpoint: Path, kv: str, index: str, backend: str | None) -> None:
         f"{runner.guesses} steps begun early, {runner.wasted} of them for nothing",
         flush=True,
     )
+    return not unlike and not short
 
 
 def prompts_that_begin_together(count: int, vocab: int, seed: int) -> list[list[int]]:
@@ -215,8 +223,10 @@ def against_cpu(
     tokens: int,
     only: str | None,
     backend: str | None,
-) -> None:
-    """Greedy answers of the GPU and of the CPU, and for scale those of the CPU's two dtypes."""
+) -> bool:
+    """Greedy answers of the GPU and of the CPU, and for scale those of the CPU's two dtypes;
+    whether the former differ by rounding alone."""
+    fine = True
     scale = Comparison(cpu["float32"], cpu["bfloat16"])
     bounds = {"float32": FP32, "bfloat16": scale.bounds()}
     scale.report(f"{name}, for scale: the CPU in bf16 against itself in fp32", None)
@@ -238,10 +248,12 @@ def against_cpu(
             f"{name} in {dtype}: answers of replayed steps: {count - equal} of {count} are the "
             f"CPU's; {unlike} are not those of eager steps in other batches"
         )
-        Comparison(cpu[dtype], got).report(f"{name} in {dtype}, GPU against CPU", bounds[dtype])
+        title = f"{name} in {dtype}, GPU against CPU"
+        fine &= Comparison(cpu[dtype], got).report(title, bounds[dtype])
         if dtype != "float32":
             title = f"{name}, for scale: the GPU in {dtype} against the CPU in fp32"
             Comparison(cpu["float32"], got).report(title, None)
+    return fine
 
 
 if __name__ == "__main__":

@@ -84,11 +84,12 @@ def test_a_token_parts_within_what_leads_were_moved_or_fails(
     for lead, verdict in ((0.35, "ok"), (0.36, "FAILED")):
         near = answer.best.clone()
         near[1, 1] = near[1, 0] - lead * 2.0
-        parting.Comparison([replace(answer, best=near)], [other]).report("these", bounds)
+        compared = parting.Comparison([replace(answer, best=near)], [other])
+        assert compared.report("these", bounds) is (verdict == "ok")
         listed, said = capsys.readouterr().out.splitlines()[:2]
         assert listed.startswith(f"  prompt 0, 3 tokens: token 1, lead {lead:.4f} (may be 0.3536)")
         assert said.startswith(f"{verdict}: these")
-    parting.Comparison([answer], [turned(other, (0, 0))]).report("these", bounds)
+    assert not parting.Comparison([answer], [turned(other, (0, 0))]).report("these", bounds)
     assert "FAILED: these" in capsys.readouterr().out
 
 
