@@ -1,4 +1,5 @@
-"""Hopper's experts for many rows against plain arithmetic; without a GPU, limits and the build."""
+"""What Hopper's kernels give of many rows, against plain arithmetic; without a GPU, limits and the
+build."""
 
 from __future__ import annotations
 
@@ -6,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.packed_experts import SPEC, from_slabs, joined, on_gpu, packed, rows_of
 from torch import Tensor
 
 from winnow.errors import UnsupportedError
 from winnow.ops import cuda_build
-from winnow.ops.case_data import moe_weights, small_spec
-from winnow.ops.fragments import pack, unpack
+from winnow.ops.fragments import unpack
 from winnow.ops.linear.reference import dequantise
 from winnow.ops.mlp.reference import activation
 from winnow.ops.moe import hopper_prefill as prefill
 from winnow.ops.moe import reference
-from winnow.ops.weights import MlpWeights, MoeWeights, Nvfp4Weight
+from winnow.ops.weights import MoeWeights
 from winnow.spec.model import ModelSpec
 
 gpu = pytest.mark.skipif(
@@ -25,56 +26,10 @@ gpu = pytest.mark.skipif(
 )
 nvcc = pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
 
-SPEC = replace(small_spec(), hidden_size=512, expert_width=384, shared_width=256, num_experts=12)
 BF16 = 2.0**-8
 """Relative L2 error allowed of outputs that are rounded to bf16 twice."""
 FP16 = 2.0**-10
 """The same of hidden values, rounded to fp16 once."""
-
-
-def packed(spec: ModelSpec = SPEC, seed: int = 3) -> MoeWeights:
-    """Random NVFP4 experts, packed, on the CPU, and a shared one that is not; global scales differ
-    from row to row."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = moe_weights("nvfp4", generator, spec)
-
-    def own(weight: Nvfp4Weight) -> Nvfp4Weight:
-        scales = weight.global_scales * (
-            0.5 + torch.rand(weight.global_scales.shape, generator=generator)
-        )
-        return replace(weight, global_scales=scales)
-
-    assert isinstance(weights.gate_up, Nvfp4Weight)
-    assert isinstance(weights.down, Nvfp4Weight)
-    return replace(weights, gate_up=pack(own(weights.gate_up)), down=pack(own(weights.down)))
-
-
-def joined(spec: ModelSpec = SPEC) -> MoeWeights:
-    """`packed` with a shared expert that is packed, too, on the GPU."""
-    weights = on_gpu(packed(spec))
-    shared = weights.shared
-    assert isinstance(shared.gate_up, Nvfp4Weight)
-    assert isinstance(shared.down, Nvfp4Weight)
-    return replace(weights, shared=MlpWeights(pack(shared.gate_up), pack(shared.down)))
-
-
-def on_gpu(weights: MoeWeights) -> MoeWeights:
-    def moved(weight: object) -> object:
-        return type(weight)(*(t.to("cuda") for t in vars(weight).values()))
-
-    return replace(
-        weights,
-        router=weights.router.to("cuda"),
-        router_bias=weights.router_bias.to("cuda"),
-        gate_up=moved(weights.gate_up),
-        down=moved(weights.down),
-        shared=MlpWeights(moved(weights.shared.gate_up), moved(weights.shared.down)),
-    )
-
-
-def rows_of(count: int, spec: ModelSpec = SPEC, seed: int = 5) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, spec.hidden_size, generator=generator).bfloat16()
 
 
 def plain(
@@ -112,171 +67,6 @@ def error(got: Tensor, want: Tensor) -> float:
     assert torch.equal(got.isnan(), want.isnan())
     got, want = got.double().nan_to_num(), want.double().nan_to_num()
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
-
-
-def from_slabs(slabs: Tensor, dtype: torch.dtype) -> Tensor:
-    """[capacity, columns] of what kernels store by slabs."""
-    count, capacity, _ = slabs.shape
-    chunks = slabs.view(count, capacity, 8, 16)
-    place = torch.arange(capacity, device=slabs.device)
-    order = torch.arange(8, device=slabs.device) ^ (place % 8).unsqueeze(1)
-    index = order.view(1, capacity, 8, 1).expand(count, capacity, 8, 16)
-    straight = chunks.gather(2, index).reshape(count, capacity, 128).view(dtype)
-    return straight.permute(1, 0, 2).reshape(capacity, -1)
-
-
-@gpu
-@pytest.mark.parametrize("rows", [1, 33, 300, 1031])
-def test_the_router_chooses_what_the_reference_does(rows: int) -> None:
-    x, weights = rows_of(rows).to("cuda"), on_gpu(packed())
-    weights.router_bias.copy_(weights.router_bias.round(decimals=1))
-    chosen, share = prefill.route(x, weights, SPEC)
-    logits = (x.double() @ weights.router.double().T).float()
-    want, want_share = reference.choose(logits, weights.router_bias, SPEC)
-    assert torch.equal(chosen.long(), want)
-    assert torch.allclose(share, want_share, rtol=2e-6, atol=0)
-
-
-@gpu
-@pytest.mark.parametrize("experts", [5, 12, 128, 130, 256])
-@pytest.mark.parametrize("hidden_size", [128, 384, 1152, 6144])
-def test_a_choice_does_not_hang_on_the_number_of_rows(hidden_size: int, experts: int) -> None:
-    spec = replace(
-        SPEC, hidden_size=hidden_size, num_experts=experts, experts_per_token=min(8, experts)
-    )
-    generator = torch.Generator().manual_seed(experts)
-    weights = replace(
-        on_gpu(packed()),
-        router=(torch.randn(experts, hidden_size, generator=generator) / hidden_size**0.5).cuda(),
-        router_bias=torch.randn(experts, generator=generator).round(decimals=1).cuda(),
-    )
-    x = rows_of(700, spec).to("cuda")
-    chosen, share = prefill.route(x, weights, spec, form=0)
-    scores = torch.sigmoid(x.double() @ weights.router.double().T)
-    ranks, want = scores + weights.router_bias, chosen.long()
-    best = ranks.sort(descending=True).values[:, : spec.experts_per_token]
-    # What differs by less may be chosen one for the other.
-    assert (ranks.gather(1, want) - best).abs().max() <= 1e-5
-    assert all(len(set(row)) == spec.experts_per_token for row in chosen.tolist())
-    want_share = scores.gather(1, want) / scores.gather(1, want).sum(1, keepdim=True)
-    assert torch.allclose(share.double(), want_share * spec.routed_scale, rtol=1e-5, atol=0)
-    for rows in (9, 31, 64, 65, 129, 448, 449, 700):
-        for form in (None, 0, 1, 2):
-            got, got_share = prefill.route(x[:rows], weights, spec, form=form)
-            assert torch.equal(got, chosen[:rows])
-            assert torch.equal(got_share, share[:rows])
-
-
-@gpu
-@pytest.mark.parametrize("rows", [9, 600])
-def test_a_shared_expert_takes_the_last_slot_of_every_row(rows: int) -> None:
-    x, weights = rows_of(rows).to("cuda"), on_gpu(packed())
-    chosen, share = prefill.route(x, weights, SPEC)
-    both, both_share = prefill.route(x, weights, SPEC, SPEC.experts_per_token + 1)
-    assert torch.equal(both[:, :-1], chosen)
-    assert torch.equal(both_share[:, :-1], share)
-    assert (both[:, -1] == SPEC.num_experts).all()
-    assert (both_share[:, -1] == 1.0).all()
-
-
-@gpu
-def test_ties_and_nan_are_chosen_as_by_the_reference() -> None:
-    x, weights = rows_of(7).to("cuda"), on_gpu(packed())
-    x[3] = float("nan")
-    weights = replace(weights, router=torch.zeros_like(weights.router))
-    weights.router_bias.zero_()
-    weights.router_bias[9] = 0.5
-    weights.router_bias[1] = float("nan")
-    chosen, share = prefill.route(x, weights, SPEC)
-    want, want_share = reference.route(x, weights, SPEC)
-    assert torch.equal(chosen.long(), want)
-    assert torch.equal(share.isnan(), want_share.isnan())
-
-
-@gpu
-@pytest.mark.parametrize("rows", [1, 33, 300, 5000])
-def test_every_pair_has_a_place_of_its_own_among_its_experts(rows: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    chosen = torch.rand(rows, SPEC.num_experts, generator=generator).topk(4).indices.int()
-    chosen[chosen == 5] = 6 if rows == 300 else 5
-    found = prefill.order(chosen.to("cuda"), torch.zeros(rows, 4, device="cuda"), SPEC)
-    places, starts, counts = found.places.cpu(), found.starts.cpu(), found.counts.cpu()
-    assert not found.next.any()
-    end = 0
-    for expert in range(SPEC.num_experts):
-        own = places.flatten()[(chosen == expert).flatten()]
-        start, count = int(starts[expert]), int(counts[expert])
-        assert own.tolist() == list(range(start, start + count))
-        assert start % 8 == 0
-        assert start >= end
-        end = start + count
-    assert end + 128 <= found.capacity + 7
-
-
-@gpu
-def test_gathered_rows_are_the_rows_times_a_power_of_two() -> None:
-    x, weights = rows_of(300).to("cuda"), on_gpu(packed())
-    x[0] = 0.0
-    x[1] *= 2.0**-100
-    x[2] *= 2.0**100
-    x[3, 7] = float("nan")
-    x[4, 9] = float("inf")
-    x[5] = 2.0**-133
-    found = prefill.order(*prefill.route(x, weights, SPEC), SPEC)
-    slabs = prefill._slabs(SPEC.hidden_size, found.capacity, x.device)
-    factors = prefill.gather(x, found, SPEC, slabs)
-    values = from_slabs(slabs, torch.float16)[found.places.long()]
-    back = values.double() * factors[found.places.long()].double().unsqueeze(-1) * 2.0**-14
-    want = x.double().unsqueeze(1).expand_as(back)
-    assert torch.equal(back.isnan(), want.isnan())
-    assert torch.equal(back.isinf(), want.isinf())
-    finite = want.isfinite()
-    assert (back[finite] - want[finite]).abs().max() <= 2.0**100 * 8 * 2.0**-31
-    assert torch.equal(back[6:][finite[6:]].float(), want[6:][finite[6:]].float())
-
-
-@gpu
-def test_few_rows_are_ordered_by_what_has_just_been_chosen() -> None:
-    weights = on_gpu(packed())
-    inputs = [rows_of(prefill._PLACED_ROWS, seed=seed).to("cuda") for seed in range(8)]
-    alone = [prefill.order(*prefill.route(x, weights, SPEC), SPEC) for x in inputs]
-    graph = torch.cuda.CUDAGraph()
-    slabs = prefill._slabs(SPEC.hidden_size, alone[0].capacity, inputs[0].device)
-    with torch.cuda.graph(graph):
-        found = [prefill.place(x, *prefill.route(x, weights, SPEC), SPEC, slabs)[0] for x in inputs]
-    for _ in range(5):
-        for one in found:
-            one.places.fill_(-1)
-        graph.replay()
-        for one, want in zip(found, alone, strict=True):
-            assert torch.equal(one.places, want.places)
-            assert torch.equal(one.counts, want.counts)
-
-
-@gpu
-@pytest.mark.parametrize("rows", [1, 9, 300, 512])
-@pytest.mark.parametrize("hidden_size", [128, 512, 6144])
-def test_one_launch_orders_and_gathers_to_the_same_bits(rows: int, hidden_size: int) -> None:
-    spec = replace(SPEC, hidden_size=hidden_size)
-    x = rows_of(rows, spec).to("cuda")
-    generator = torch.Generator().manual_seed(rows)
-    chosen = torch.rand(rows, spec.num_experts, generator=generator).topk(4).indices.int()
-    chosen[chosen == 5] = 6
-    for extra in (0, 1):
-        visited = torch.nn.functional.pad(chosen, (0, extra), value=spec.num_experts).cuda()
-        shares = torch.zeros(visited.shape, device="cuda")
-        want = prefill.order(visited, shares, spec)
-        wanted, slabs = (
-            prefill._slabs(hidden_size, want.capacity, x.device).fill_(0xFF) for _ in range(2)
-        )
-        want_factors = prefill.gather(x, want, spec, wanted)
-        got, factors = prefill.place(x, visited, shares, spec, slabs)
-        assert torch.equal(got.places, want.places)
-        assert torch.equal(got.counts, want.counts)
-        assert torch.equal(got.starts, want.starts)
-        assert not got.next.any()
-        assert torch.equal(slabs, wanted)
-        assert torch.equal(factors[got.places.long()], want_factors[got.places.long()])
 
 
 @gpu
@@ -456,6 +246,45 @@ def test_calls_behind_each_other_give_what_each_gives_alone() -> None:
 
 
 @gpu
+def test_callers_on_two_streams_get_what_each_gets_alone() -> None:
+    weights = on_gpu(packed())
+    inputs = [rows_of(rows, seed=rows).to("cuda") for rows in (3000, 2900)]
+    added = [torch.zeros_like(x) for x in inputs]
+    wanted = [
+        prefill.experts(x, weights, lambda given=given: given, SPEC)
+        for x, given in zip(inputs, added, strict=True)
+    ]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    got: list[list[Tensor]] = [[], []]
+    for _ in range(10):
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                shared = added[number]
+                got[number].append(
+                    prefill.experts(inputs[number], weights, lambda given=shared: given, SPEC)
+                )
+    torch.cuda.synchronize()
+    for answers, want in zip(got, wanted, strict=True):
+        assert all(torch.equal(one, want) for one in answers)
+
+
+@gpu
+def test_a_shared_expert_that_fails_leaves_the_next_call_alone() -> None:
+    x, weights = rows_of(3000).to("cuda"), on_gpu(packed())
+    shared = torch.zeros_like(x)
+    want = prefill.experts(x, weights, lambda: shared, SPEC)
+
+    def fails() -> Tensor:
+        raise RuntimeError("no memory")
+
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="no memory"):
+            prefill.experts(x, weights, fails, SPEC)
+        assert torch.equal(prefill.experts(x, weights, lambda: shared, SPEC), want)
+
+
+@gpu
 def test_rows_need_not_lie_one_after_another() -> None:
     weights = on_gpu(packed())
     wide = rows_of(300, replace(SPEC, hidden_size=1024)).to("cuda")
@@ -500,8 +329,5 @@ def test_more_rows_an_expert_never_take_a_shape_for_fewer() -> None:
 
 
 @nvcc
-@pytest.mark.parametrize(
-    "source", [prefill.PRODUCTS, prefill.ROUTE, prefill.ROWS], ids=lambda p: p.stem
-)
-def test_the_kernels_build(source: object) -> None:
-    assert cuda_build.build(source).is_file()  # type: ignore[arg-type]
+def test_the_kernel_builds() -> None:
+    assert cuda_build.build(prefill.PRODUCTS).is_file()

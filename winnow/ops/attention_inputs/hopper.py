@@ -55,7 +55,7 @@ class _Insert(ctypes.Structure):
         *((name, _P) for name in ("positions", "row_request", "kv_lens", "tables")),
         *(("table_stride", _N), ("key", _Pages), ("value", _Pages), ("index_pages", _Pages)),
         *(("eps", _F), ("fp32", _I), ("rows", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I)),
-        *(("index_heads", _I), ("index_dim", _I), ("half", _I), ("parts", _I)),
+        *(("index_heads", _I), ("index_dim", _I), ("half", _I), ("parts", _I), ("early", _I)),
     )
 
 
@@ -149,6 +149,8 @@ def insert(
         spec.norm_eps, qkv.dtype is torch.float32, rows, spec.num_heads, spec.num_kv_heads,
         spec.head_dim, 0 if index is None else spec.num_index_heads, spec.index_dim,
         spec.rotary_dim // 2, parts or _parts(rows, spec, index is not None),
+        # A copy made here would be read before it is sure to have been written.
+        all(copy is table for copy, table in zip((cos, sin), rope, strict=True)),
     )  # fmt: skip
     stream = torch.cuda.current_stream(device).cuda_stream
     error = _library().winnow_insert(ctypes.byref(arguments), stream)

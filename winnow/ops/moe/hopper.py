@@ -118,20 +118,22 @@ def moe(mlp: Mlp) -> Moe:
                 f"NVFP4, widths that are multiples of {BLOCK} and a finite swiglu_limit: use "
                 "--backend cuda"
             )
-        weights = prepare(_own(weights), spec)
+        stored, weights = weights, prepare(_own(weights), spec)
         if x.shape[0] > PREFILL_ROWS and hopper_prefill.takes(x, weights, spec):
             if hopper_prefill.joins(weights):
                 return hopper_prefill.experts(x, weights, None, spec)
             return hopper_prefill.experts(x, weights, lambda: mlp(x, weights.shared, spec), spec)
-        parts = [few_rows(part, weights, spec) for part in x.split(MAX_ROWS)]
+        early = _matrices(stored) == _matrices(weights)
+        parts = [few_rows(part, weights, spec, early) for part in x.split(MAX_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     op.__module__ = __name__
     return op
 
 
-def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:
-    """`moe` for up to MAX_ROWS rows and packed weights."""
+def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec, early: bool = True) -> Tensor:
+    """`moe` for up to MAX_ROWS rows and packed weights; `early` if these were not written by the
+    launch ahead of this call, so that they may be read before it has ended."""
     rows, hidden = x.shape
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if not rows:
@@ -158,7 +160,7 @@ def few_rows(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:
     error = _score_library().winnow_moe_score(
         x.data_ptr(), x.stride(0), weights.router.data_ptr(), rows, hidden, experts,
         logits.data_ptr(), converted.data_ptr(), unscale.data_ptr(),
-        chunks.data_ptr() + chunks.element_size(), stream,
+        chunks.data_ptr() + chunks.element_size(), early, stream,
     )  # fmt: skip
     if error:
         raise RuntimeError(f"the router did not launch: CUDA error {error}")
@@ -197,6 +199,13 @@ def _own(weights: MoeWeights) -> MoeWeights:
     )
 
 
+def _matrices(weights: MoeWeights) -> list[int]:
+    """Which objects they are."""
+    shared = weights.shared
+    held = (weights.gate_up, weights.down, shared.gate_up, shared.down)
+    return [id(weight) for weight in held]
+
+
 def _copy(weight: Weight) -> Weight:
     match weight:
         case Nvfp4Weight(codes, scales, global_scales):
@@ -231,7 +240,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _score_library() -> ctypes.CDLL:
-    types = (_P, _N, _P, _I, _I, _I, _P, _P, _P, _P, _P)
+    types = (_P, _N, _P, _I, _I, _I, _P, _P, _P, _P, _I, _P)
     return library(SOURCES / "score.cu", {"winnow_moe_score": types})
 
 

@@ -128,20 +128,27 @@ def experts(
     # Large scratch belongs to the caller's stream, whose allocations can take its place later.
     slabs, hidden = (_slabs(n, capacity, x.device) for n in (spec.hidden_size, width))
     main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    # Also keeps what an earlier call left on `side` until the caller's stream has used it.
     side.wait_stream(main)
-    with torch.cuda.stream(side):
-        chosen, shares = route(x, weights, spec, slots)
-        if x.shape[0] <= _PLACED_ROWS:
-            found, factors = place(x, chosen, shares, spec, slabs)
-        else:
-            found = order(chosen, shares, spec)
-            factors = gather(x, found, spec, slabs)
-    added = None if shared is None else shared()
-    parts = slabs  # an expert's rows have been read when its parts are written
-    with torch.cuda.stream(side):
-        multiply(slabs, factors, weights, hidden, parts, found, spec)
-    main.wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            chosen, shares = route(x, weights, spec, slots)
+            if x.shape[0] <= _PLACED_ROWS:
+                found, factors = place(x, chosen, shares, spec, slabs)
+            else:
+                found = order(chosen, shares, spec)
+                factors = gather(x, found, spec, slabs)
+        added = None if shared is None else shared()
+        parts = slabs  # an expert's rows have been read when its parts are written
+        with torch.cuda.stream(side):
+            multiply(slabs, factors, weights, hidden, parts, found, spec)
+    finally:
+        # Where one of these failed, too: `side` may still write what belongs to the caller's.
+        main.wait_stream(side)
+    # These belong to `side`, and the next call's stream, which it waits for, may be another one.
+    # Calls of one graph are captured on one stream.
+    if not torch.cuda.is_current_stream_capturing():
+        for used in (found.places, found.shares):
+            used.record_stream(main)
     return combine(parts, found, added, spec)
 
 

@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(32 * kWarps, UNROLL > 1 && sizeof(T) == 2 ? 6 
   // The same for all lanes, which the compiler must see to shuffle without care.
   const int own_warp = __shfl_sync(kAll, static_cast<int>(threadIdx.x) / 32, 0);
   const int warp = blockIdx.y * kWarps + own_warp, warps = gridDim.y * kWarps;
-  // These were there before the launch that this one may overlap: it made the projections alone.
+  // Read while launches ahead may still run, back to the last one that was not begun early itself.
+  // None of them writes these: they make the projections, and norms and experts before.
   const int64_t position = p.positions[row], request = p.row_request[row];
   const Angles angles = load_angles(p, row);
   const int slot = static_cast<int>(position % kBlockTokens);
@@ -111,16 +112,16 @@ __global__ void __launch_bounds__(32 * kWarps, UNROLL > 1 && sizeof(T) == 2 ? 6 
 }
 
 template <typename T>
-cudaError_t launch(const Params& p, int rows, int parts, cudaStream_t stream) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch(const Params& p, int rows, int parts, int early, cudaStream_t stream) {
+  cudaLaunchAttribute begins = {};
+  begins.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  begins.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(rows, parts);
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
+  config.attrs = &begins;
+  config.numAttrs = early;
   return cudaLaunchKernelEx(&config, parts > 1 ? insert_rows<T, 1> : insert_rows<T, 2>, p);
 }
 
@@ -149,6 +150,7 @@ struct WinnowInsert {
   float eps;
   int fp32, rows, heads, kv_heads, dim, index_heads, index_dim, half;
   int parts;  // CTAs that share a row
+  int early;  // no launch right ahead writes positions, row_request, kv_lens, tables, cos or sin
 };
 
 namespace {
@@ -187,6 +189,7 @@ Params params_of(const WinnowInsert& a) {
 // Launches on `stream`; returns a cudaError_t. dim and index_dim are 64 or 128, half 8, 16 or 32.
 extern "C" int winnow_insert(const WinnowInsert* a, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  return a->fp32 ? launch<float>(params_of<float>(*a), a->rows, a->parts, s)
-                 : launch<__nv_bfloat16>(params_of<__nv_bfloat16>(*a), a->rows, a->parts, s);
+  return a->fp32
+             ? launch<float>(params_of<float>(*a), a->rows, a->parts, a->early, s)
+             : launch<__nv_bfloat16>(params_of<__nv_bfloat16>(*a), a->rows, a->parts, a->early, s);
 }

@@ -39,7 +39,10 @@ __device__ __forceinline__ void let_next_launch_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// The chunks of tokens, their number and the pairs in their order, as they were found.
+// The chunks of tokens, their number and the pairs in their order, as they were found. Down reads
+// them, and asks for units, before it waits for gate and up: the first CTA of these, which writes
+// them, has made them visible and let no launch begin before that, and the counters' zeros are
+// older than every CTA's wait. So nothing may be launched between the two.
 __device__ __forceinline__ int read_chunks(const Params& p, int4* chunks, const Pairs& pairs) {
   const int num_chunks = __ldcg(p.plan.chunks);
   // All that there may be, so that nothing waits for the number.

@@ -90,7 +90,8 @@ __device__ __forceinline__ void feed(const CUtensorMap& rows, const CUtensorMap&
 }
 
 // Two fp32 numbers as three registers of bf16 parts of both, the largest first. Each part is cut
-// off, not rounded: eight bits, three times, are all there are.
+// off, not rounded: eight bits, three times, are all there are. A part may be 0, so where a row has
+// an infinity its scores may be NaN instead; such a row's output is NaN either way.
 __device__ __forceinline__ void split(uint2 w, uint32_t& high, uint32_t& middle, uint32_t& low) {
   constexpr uint32_t kUpper = 0xFFFF0000u, kBoth = 0x7632;
   high = __byte_perm(w.x, w.y, kBoth);

@@ -178,19 +178,21 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // x: bf16 [rows, hidden], 16-byte aligned rows `stride` elements apart; router: fp32 [experts,
 // hidden]; hidden a multiple of 64. logits: fp32 [rows, experts]. given: two counters, set to zero.
-// Returns a cudaError_t.
+// early: start before the launch ahead has ended; its results may be x, but neither the router nor
+// the experts' weights, which the launch behind this one reads before it waits. Returns a
+// cudaError_t.
 extern "C" int winnow_moe_score(const void* x, int64_t stride, const float* router, int rows,
                                 int hidden, int experts, float* logits, void* converted,
-                                float* unscale, int* given, cudaStream_t stream) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+                                float* unscale, int* given, int early, cudaStream_t stream) {
+  cudaLaunchAttribute begins = {};
+  begins.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  begins.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(experts + kRows, (rows + kRows - 1) / kRows);
   config.blockDim = kThreads;
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
+  config.attrs = &begins;
+  config.numAttrs = early;
   return cudaLaunchKernelEx(
       &config, score,
       Rows{static_cast<const uint16_t*>(x), stride, rows, hidden}, router, experts, logits,
