@@ -9,7 +9,8 @@ versions and commit, then what it printed. A part that is late is ended and has 
     python benchmarks/gpu_all.py FOLDER [--peers DIR] [--answers FILE] [--part NAME]...
 
 --answers names what `gpu_tokens.py --tokens 16 --write-cpu FILE` left on any machine, so that no
-CPU's engine answers here. The choices-*.npz are for `gpu_same_choices.py --against`, anywhere too.
+CPU's engine answers here; without it the parts that need it are not run, and the whole is not fine.
+The choices-*.npz are for `gpu_same_choices.py --against`, anywhere too.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LATE = 124
 @dataclass(frozen=True)
 class Part:
     """A process. Parts of one stage, one after another in the list, run side by side. `words` are
-    those after the interpreter; {folder}, {peers}, {answers}, {commit} stand for what is given."""
+    those after the interpreter; {folder}, {answers} and {commit} stand for what is given."""
 
     name: str
     stage: str
@@ -59,18 +60,19 @@ class Part:
         return all(name in given for word in self.words for name in NAMED.findall(word))
 
 
-def parts() -> list[Part]:
+def parts(peers: Path | None = None) -> list[Part]:
     """All, in the order in which they run."""
-    return [*timed(), *checks_of_ops(), *checks_of_engines(), *same_choices(), *under_tools()]
+    return [*timed(peers), *checks_of_ops(), *checks_of_engines(), *same_choices(), *under_tools()]
 
 
-def timed() -> list[Part]:
+def timed(peers: Path | None) -> list[Part]:
     kernels = "-m winnow bench kernels --backend hopper --commit {commit} -o {folder}/kernels.jsonl"
     steps = "benchmarks/gpu_engine.py --part steps --commit {commit} --out {folder}/engine.jsonl"
     step = "-m winnow bench step minimax-m3.1-flash --random-weights --layers 4 --device cuda"
     state = "--kv-format nvfp4 --index-format nvfp4"
+    beside = () if peers is None else ("--peers", str(peers.resolve()))
     return [
-        Part("kernels", "kernels", (*kernels.split(), "--peers", "{peers}"), 300),
+        Part("kernels", "kernels", (*kernels.split(), *beside), 300),
         Part("fp8", "fp8", (*kernels.split(), "--kv-format", "fp8", "--index-format", "fp8"), 120),
         Part("steps", "steps", tuple(steps.split()), 120),
         Part("step", "step", (*step.split(), *state.split(), "--context", "8192"), 120),
@@ -177,18 +179,19 @@ def run(
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="for what parts print and write")
-    parser.add_argument("--peers", help="folder of benchmarks/peers/fetch.py; default: no peers")
-    parser.add_argument("--answers", help="of the CPU; default: no part that needs them")
+    parser.add_argument(
+        "--peers", type=Path, help="folder of benchmarks/peers/fetch.py; default: time no peers"
+    )
+    parser.add_argument("--answers", help="of the CPU; without them what needs them is not fine")
     parser.add_argument("--commit", default=commit(), help="where this is not a git tree")
     parser.add_argument("--part", action="append", metavar="NAME", help="names that begin so")
     parser.add_argument("--list", action="store_true", help="print names and commands, run nothing")
     args = parser.parse_args()
     given = {
         "folder": str(args.folder.resolve()), "commit": args.commit,
-        **({"peers": str(Path(args.peers).resolve())} if args.peers else {}),
         **({"answers": str(Path(args.answers).resolve())} if args.answers else {}),
     }  # fmt: skip
-    wanted = [part for part in parts() if part.name.startswith(tuple(args.part or [""]))]
+    wanted = [part for part in parts(args.peers) if part.name.startswith(tuple(args.part or [""]))]
     if not wanted:
         parser.error(f"no part begins with {' or '.join(args.part)}: see --list")
     if args.list:

@@ -23,9 +23,6 @@ GOODPUT = "goodput"
 HIT_RATE = "prefix-hit rate"
 FAILED = "failed requests"
 
-OBJECTIVES = ("ttft_ms", "itl_ms", "e2e_ms")
-"""Latency objectives of one request: an upper bound on each, in milliseconds."""
-
 
 @dataclass(frozen=True)
 class Timing:

@@ -3,7 +3,8 @@
 Owns the limits, the scratch memory and the order of launches; csrc/prefill.cu multiplies,
 csrc/route.cu chooses, csrc/prefill_rows.cu orders, copies and adds. Nothing is read back from the
 device: grids depend on shapes alone, so a call can be captured in a CUDA graph and replayed with
-any routing. A row's bits depend on that row alone.
+any routing. What the routed experts give a row depends on that row alone, to the bit; where the
+shared expert is one of them, so does all of it.
 """
 
 from __future__ import annotations
