@@ -222,6 +222,25 @@ def test_the_number_of_rows_decides_which_kernels_serve(
     assert called == served
 
 
+@pytest.mark.parametrize("shared", ["mxfp8", "nvfp4"])
+def test_only_weights_that_were_packed_before_a_call_may_be_read_early(
+    monkeypatch: pytest.MonkeyPatch, shared: str
+) -> None:
+    given = []
+
+    def few(x: Tensor, weights: MoeWeights, spec: ModelSpec, early: bool) -> Tensor:
+        given.append(early)
+        return x
+
+    monkeypatch.setattr(hopper, "few_rows", few)
+    op, x, stored = hopper.moe(lambda x, w, s: x), rows_of(SMALL, 2), weights_of(SMALL, shared)
+    op(x, stored, SMALL)
+    packed = hopper.prepare(stored, SMALL)
+    op(x, packed, SMALL)
+    op(x, replace(packed, shared=weights_of(SMALL, shared).shared), SMALL)
+    assert given == [False, True, False]
+
+
 def test_prepared_weights_stand_for_the_same_values_in_the_same_memory() -> None:
     given, copy = weights_of(SMALL), weights_of(SMALL)
     packed = hopper.prepare(copy, SMALL)
