@@ -181,6 +181,12 @@ def test_only_bf16_rows_and_mxfp8_in_whole_strips_are_taken() -> None:
         hopper.linear(x.float(), weight(16, 128))
 
 
+def test_rows_of_another_length_than_the_weights_are_not_multiplied() -> None:
+    x = torch.zeros(3, 256, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="differ in K"):
+        hopper.linear(x, hopper.prepare(weight(16, 128)))
+
+
 SERVED = [c for c in CASES if "mxfp8" in c.name and "bf16" in c.name and "x96" not in c.name]
 
 

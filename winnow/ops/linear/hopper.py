@@ -106,7 +106,11 @@ def prepare(weight: Weight, *, woven: bool = False) -> Weight:
         their.masked_fill_(((some & _NAN_CODE) == _NAN_CODE).any(-1), _NAN_SCALE)
         some.masked_fill_((their == _NAN_SCALE).unsqueeze(-1), 0 if woven else _NAN_CODE)
     packed = pack(codes, scales)
-    return weave(packed) if woven else packed
+    packed = weave(packed) if woven else packed
+    if codes.is_cuda:
+        # A product reads packed weights before it is sure that the launch ahead of it has ended.
+        torch.cuda.current_stream(codes.device).synchronize()
+    return packed
 
 
 def takes(x: Tensor, weight: Weight) -> bool:
@@ -165,6 +169,8 @@ def _product(x: Tensor, weights: tuple[PackedMxfp8Weight, ...], early: bool) -> 
     outs = [torch.empty(rows, w.shape[0], dtype=torch.bfloat16, device=x.device) for w in weights]
     if not rows:
         return outs
+    # The kernels see addresses alone.
+    assert all(w.shape[1] == x.shape[1] for w in weights), "rows and weights differ in K"
     x = _aligned(x)
     if rows <= SLICED_ROWS:
         _sliced(x, weights, outs, early)

@@ -106,8 +106,9 @@ struct Ranges : Kernel<Order, N, GROUPS, DEPTH, WOVEN, barriers_bytes(GROUPS)> {
     return (threadIdx.x / 32 * (N / 8) + n) * 32 + threadIdx.x % 32;
   }
 
-  // Until all shares are there. Their CTAs are the grid's first and wait for nobody, so they have
-  // begun when another waits here.
+  // Until all shares are there. Their CTAs wait for nobody and are the grid's first, and the device
+  // holds the whole grid at once: they begin before those that wait here, or else as soon as other
+  // kernels leave their places.
   static __device__ __forceinline__ void wait_for_shares(const Division& division) {
     while (load_relaxed(&division.count->members) < division.split.members) __nanosleep(100);
     __threadfence();
@@ -340,7 +341,7 @@ extern "C" int winnow_linear_ranges(const Product* product, float* scratch, int 
                                     int ctas, int cut, int held) {
   const auto chosen = variant_of(columns, product->woven != 0);
   const int pieces = product->pieces;
-  if (ctas < 1 || cut < 0 || held < cut || held > pieces || (held > 0 && held == cut))
+  if (ctas < 1 || held < 0 || held > pieces || (held > 0 ? cut < 1 || cut >= held : cut != 0))
     return cudaErrorInvalidValue;
   Work work;
   CUtensorMap map;

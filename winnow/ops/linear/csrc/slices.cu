@@ -95,6 +95,9 @@ struct Slices : Kernel<Order, N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 1
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Core::kRegisters));
     const int each = places_of(N, slices) / slices;
     const uint32_t parts = Core::parts(base) + warp * (each * slices * 512) + lane * 16;
+    // Where there are more slices than eights of columns, some CTAs add nothing. They expect no
+    // bytes, so the barrier's phases would pass by a warp that has yet to look at the one before.
+    const bool adds = N / 8 >= kMostSlices || rank < N / 8;
     for (int turn = 0; turn < turns; ++turn) {
       const int tile = first + turn * clusters;
       const Strip strip = strip_of(work, tile, warp);
@@ -110,7 +113,7 @@ struct Slices : Kernel<Order, N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 1
           store_sum(n, {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]});
         continue;
       }
-      if (kCounted && threadIdx.x == 0)
+      if (kCounted && adds && threadIdx.x == 0)
         barrier_expect(arrived, strips_of(work, tile) * slices * 512 *
                                     ((N / 8 - rank + slices - 1) / slices));
       __syncwarp();
@@ -128,8 +131,8 @@ struct Slices : Kernel<Order, N, GROUPS, DEPTH, WOVEN, sums_bytes(N, GROUPS) + 1
           if (++adder == slices) adder = 0, ++place;
         }
       }
-      if constexpr (kCounted) barrier_wait(arrived, turn % 2);
-      else cluster_arrive(), cluster_wait();
+      if constexpr (!kCounted) cluster_arrive(), cluster_wait();
+      else if (adds) barrier_wait(arrived, turn % 2);
       for (int n = rank, at = 0; n < N / 8 && strip.there; n += slices, ++at) {
         float4 sum = read_sum(parts + at * 512);
 #pragma unroll
