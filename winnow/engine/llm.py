@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from threading import RLock
 from typing import Any
 
 from winnow.config import EngineConfig, SamplingParams
@@ -34,7 +35,8 @@ class LLM:
     """A model to call from Python.
 
     `model` is a checkpoint directory, or a preset's name with `random_weights=True`; `options`
-    are the fields of `winnow.config.EngineConfig`.
+    are the fields of `winnow.config.EngineConfig`. Threads may share it: they take turns at the
+    engine's steps, each of which serves all.
     """
 
     def __init__(
@@ -55,18 +57,23 @@ class LLM:
         )
         self._ids = count()
         self._mail: dict[str, deque[Output]] = {}
+        self._lock = RLock()
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Continue every prompt, together; one completion a prompt, in order.
 
-        `prompts` are texts or lists of token ids; `params` one for all, or one each. A prompt
-        that cannot be served has finish_reason error and does not disturb the others.
+        `prompts` are texts or lists of token ids, or one text; `params` one for all, or one each.
+        A prompt that cannot be served has finish_reason error and does not disturb the others.
+        RequestError for what is neither.
         """
+        prompts = _prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        for own in each:
+            _check_params(own)
         if len(each) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts but {len(each)} SamplingParams: give one each"
@@ -92,13 +99,16 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
         """Continue one prompt, giving outputs as they come. Leaving the loop aborts the request.
 
-        Raises RequestError or CapacityError if the prompt cannot be served.
+        The request begins with the first output that is asked for, which raises RequestError or
+        CapacityError if the prompt cannot be served; so one that is never asked for costs nothing.
         """
-        request_id = self._next_id()
-        self._add(request_id, prompt, params)
-        return self._stream(request_id)
+        _check_params(params)
+        return self._stream(self._next_id(), _prompt(prompt), params)
 
-    def _stream(self, request_id: str) -> Iterator[Output]:
+    def _stream(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None
+    ) -> Iterator[Output]:
+        self._add(request_id, prompt, params)
         try:
             while True:
                 output = self._next_output(request_id)
@@ -111,22 +121,50 @@ class LLM:
             self._drop(request_id)
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
-        self.engine.add(request_id, prompt, params)
-        self._mail[request_id] = deque()
+        with self._lock:
+            self.engine.add(request_id, prompt, params)
+            self._mail[request_id] = deque()
 
     def _next_output(self, request_id: str) -> Output:
         """The next output of a request; steps the engine, which may serve others meanwhile."""
-        while not self._mail[request_id]:
-            for output in self.engine.step():
-                self._mail[output.request_id].append(output)
-        return self._mail[request_id].popleft()
+        while True:
+            with self._lock:
+                if self._mail[request_id]:
+                    return self._mail[request_id].popleft()
+                for output in self.engine.step():
+                    self._mail[output.request_id].append(output)
 
     def _drop(self, request_id: str) -> None:
-        self.engine.abort(request_id)
-        self._mail.pop(request_id, None)
+        with self._lock:
+            self.engine.abort(request_id)
+            self._mail.pop(request_id, None)
 
     def _next_id(self) -> str:
         return f"offline-{next(self._ids)}"
+
+
+def _prompts(given: object) -> list[Prompt]:
+    """One text, or what stands in a sequence of prompts."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Sequence):
+        raise RequestError(f"prompts are {given!r}: give texts or lists of token ids")
+    return [_prompt(one) for one in given]
+
+
+def _prompt(given: object) -> Prompt:
+    """Token ids are the engine's to judge."""
+    if isinstance(given, str | Sequence) and not isinstance(given, bytes):
+        return given
+    ids = ", in a list of prompts: [[1, 2]]" if isinstance(given, int) else ""
+    raise RequestError(f"a prompt is {given!r}: give a text or a list of token ids{ids}")
+
+
+def _check_params(given: object) -> None:
+    if given is not None and not isinstance(given, SamplingParams):
+        raise RequestError(
+            f"params are {given!r}: give SamplingParams(...), one for all prompts or one each"
+        )
 
 
 def _merge(parts: list[Output]) -> Completion:
