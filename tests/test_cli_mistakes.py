@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,8 @@ def no_tokenizer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 REFUSED = [
     ("generate /nowhere --prompt x", r"'/nowhere' is no directory: give a .*preset"),
     ("generate minimax-m3 --prompt x", r"no directory: .* --random-weights"),
-    ("generate {empty} --prompt x", r"config\.json cannot be read: No such file"),
+    ("generate {empty} --prompt x", r"has no config\.json: give the directory of a checkpoint"),
+    ("generate {llama} --prompt x", r"model_type is 'llama': only models of MiniMax-M3's family"),
     ("generate {tiny} --random-weights --prompt x", r"no preset .*; known: mini"),
     ("generate {tiny} --layers 2 --prompt x", r"--layers cuts presets only"),
     (
@@ -43,7 +46,8 @@ REFUSED = [
         r"max_model_len is 65537, the model has 65536 positions: lower it to 65536",
     ),
     ("generate {tiny} --prompt ''", r"the prompt has 0 tokens: give at least 1"),
-    ("generate {tiny} --token-ids ' '", r"the prompt has 0 tokens: give at least 1"),
+    ("generate {tiny} --token-ids ' '", r"' ': give whole numbers with commas"),
+    ("generate {tiny} --token-ids 1,,2", r"'1,,2': give whole numbers with commas"),
     ("generate {tiny} --token-ids 1,272", r"1 is 272, the vocabulary has 272: .* 271"),
     ("generate {tiny} --token-ids=-1,2", r"prompt token 0 is -1, the vocabulary has 272"),
     ("generate {tiny} --token-ids 1,b", r"'1,b': give whole numbers with commas"),
@@ -69,7 +73,9 @@ REFUSED = [
     ("generate {tiny} --prompt x --top-p 1.5", r"1\.5; .* 0\.0 to 1\.0"),
     ("generate {tiny} --prompt x --stop ''", r"an empty string.*: remove it"),
     ("generate {tiny} --prompt x --stop-id 272", r"272, the vocabulary has 272"),
-    ("generate {tiny} --prompt x --logprobs 21", r"logprobs is 21; .* 0 to 20"),
+    ("generate {tiny} --prompt x --logprobs 21 --json", r"logprobs is 21; .* 0 to 20"),
+    ("generate {tiny} --prompt x --logprobs 2", r"--logprobs 2 without --json shows nothing: add"),
+    ("bench kernels --backend cpu --only zzz", r"no workload has 'zzz' in its name: without"),
     (
         "generate {tiny} --prompt x --min-tokens 200",
         r"min_tokens is 200, max_tokens is 128: raise max_tokens to 200 or lower min_tokens",
@@ -88,7 +94,7 @@ REFUSED = [
     ("plan minimax-m3 --compare minimax-m3:kv=fp4", r"kv 'fp4' is not one of model, fp8, nvfp4"),
     ("plan minimax-m3 --compare minimax-m3:draft=-1", r"draft '-1' is not a whole number"),
     ("bench conformance --backend b", r"no backend 'b'; known: cpu, reference"),
-    ("convert {empty} {new}", r"config\.json cannot be read: No such file"),
+    ("convert {empty} {new}", r"has no config\.json: give the directory of a checkpoint"),
     ("convert {tiny} {no_tokenizer}", r"exists and is not empty: choose another"),
     ("convert {tiny} {binary}/x", r"Not a directory"),
     ("make-tiny {tiny}", r"already holds a checkpoint: choose another directory"),
@@ -114,6 +120,9 @@ NO_COMMAND = [
     ("plan minimax-m3 --memory-fraction 0", r"'0' is not a number above 0 and up to 1"),
     ("plan minimax-m3 --reserve-gb much", r"'much' is not a number from 0"),
     ("make-tiny {new} --seed -1", r"'-1' is not a whole number from 0 to"),
+    ("bench step {tiny} -o {new}/x", r"there is no directory .*new: make it first"),
+    ("bench kernels -o {empty}", r"empty is a directory: name a file in it"),
+    ("report -o {new}/x", r"there is no directory .*new: make it first"),
 ]
 """Words that argparse refuses, with status 2 and the usage."""
 
@@ -123,7 +132,9 @@ def places(tiny: Path, no_tokenizer: Path, tmp_path: Path) -> dict[str, Path]:
     """What the names in braces stand for."""
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty").mkdir()
-    own = {name: tmp_path / name for name in ("binary", "empty", "new")}
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
+    own = {name: tmp_path / name for name in ("binary", "empty", "llama", "new")}
     return {"tiny": tiny, "no_tokenizer": no_tokenizer, **own}
 
 
@@ -181,3 +192,10 @@ def test_bytes_that_are_no_text_are_refused_in_one_sentence(tiny: Path, option: 
     done = process("generate", tiny, *prompt, option, b"a\xc3", *GREEDY)
     assert (done.returncode, done.stdout) == (1, b"")
     assert re.fullmatch(rb"winnow: [^\n]*'\\udcc3'[^\n]*whole characters[^\n]*\n", done.stderr)
+
+
+def test_a_closed_output_is_told_in_one_sentence(tiny: Path) -> None:
+    command = f"exec {sys.executable} -m winnow generate {tiny} --prompt x >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == ("winnow: standard output is closed: send it to a file or to /dev/null\n")

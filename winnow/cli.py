@@ -22,6 +22,11 @@ from winnow.errors import WinnowError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 if it did what was asked, 1 with one sentence on stderr if not."""
+    if sys.stdout is None:
+        print(
+            "winnow: standard output is closed: send it to a file or to /dev/null", file=sys.stderr
+        )
+        return 1
     args = _parser().parse_args(arguments)
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING,

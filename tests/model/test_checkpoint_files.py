@@ -79,7 +79,7 @@ def config_incomplete(directory: Path) -> None:
         (empty, r"model\.safetensors: 0 bytes cannot hold a header"),
         (no_json, r"model\.safetensors: the header is not JSON"),
         (no_weights, r"holds neither model\.safetensors nor model\.safetensors\.index\.json"),
-        (config_missing, r"config\.json cannot be read: No such file"),
+        (config_missing, r"has no config\.json: give the directory of a checkpoint"),
         (config_no_json, r"config\.json is not JSON"),
         (config_no_text, r"config\.json is not JSON"),
         (config_list, r"config\.json holds a JSON list"),

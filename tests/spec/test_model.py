@@ -91,6 +91,7 @@ def test_a_missing_beta_is_one() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"model_type": "llama"}, "model_type is 'llama': only models of MiniMax-M3's family"),
         ({"index_block_size": 64}, "blocks of 64 tokens"),
         ({"index_n_heads": 2}, "2 index heads for 4 KV heads"),
         ({"index_local_blocks": 2}, "2 local blocks"),

@@ -17,7 +17,7 @@ from winnow.commands.engine_options import (
     build_options,
     engine_config,
 )
-from winnow.commands.parsing import JSON_HELP, at_least, command, number
+from winnow.commands.parsing import JSON_HELP, at_least, command, number, output_file
 from winnow.errors import RequestError
 
 TOOLS = ("aiperf", "guidellm", "vllm")
@@ -270,7 +270,7 @@ def _capacity(args: argparse.Namespace) -> int:
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="FILE", help="file of JSON lines to add records to"
+        "-o", "--out", type=output_file, metavar="FILE", help="file of JSON lines to add records to"
     )
 
 

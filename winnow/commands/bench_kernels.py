@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from winnow.commands.parsing import JSON_HELP, command
-from winnow.errors import UnsupportedError
+from winnow.commands.parsing import JSON_HELP, command, output_file
+from winnow.errors import RequestError, UnsupportedError
 
 _KV_FORMATS = ("bf16", "fp8", "nvfp4")
 
@@ -34,7 +34,9 @@ def add_kernels(suites: Any) -> None:
     )
     add("--commit", metavar="ID", help="of this code, where it does not lie in a git tree")
     add("--json", action="store_true", help=JSON_HELP)
-    add("-o", "--out", type=Path, metavar="FILE", help="file of JSON lines to add records to")
+    add(
+        "-o", "--out", type=output_file, metavar="FILE", help="file of JSON lines to add records to"
+    )
 
 
 def _kernels(args: argparse.Namespace) -> int:
@@ -49,12 +51,16 @@ def _kernels(args: argparse.Namespace) -> int:
     peers = Peers(model(), args.peers) if on_a_gpu else None
     formats = (args.kv_format, args.index_format)
     peak, lines = measure(backend, args.op, args.only, formats, peers)
-    if peak is not None and not args.json:
-        print(f"read {peak.read_tb_s:.2f} TB/s, bf16 matmul {peak.bf16_tflop_s:.0f} TFLOP/s")
-    if not args.json:
-        print(HEADER)
-    failed = False
+    head = [HEADER]
+    if peak is not None:
+        head.insert(
+            0, f"read {peak.read_tb_s:.2f} TB/s, bf16 matmul {peak.bf16_tflop_s:.0f} TFLOP/s"
+        )
+    failed, measured = False, 0
     for line in lines:
+        if not measured and not args.json:
+            print("\n".join(head))
+        measured += 1
         failed |= line.us is None
         if args.json:
             shown = {k: v for k, v in vars(line).items() if k != "record"} | {"us": line.us}
@@ -64,6 +70,8 @@ def _kernels(args: argparse.Namespace) -> int:
         if args.out is not None and line.record is not None:
             commit = args.commit or line.record.commit
             append(args.out, [replace(line.record, commit=commit)])
+    if not measured:
+        raise RequestError(f"no workload has {args.only!r} in its name: without --only all are run")
     for sentence in peers.refused if peers is not None else ():
         print(f"not timed: {sentence}", file=sys.stderr)
     return 1 if failed else 0

@@ -25,7 +25,9 @@ def add_convert(commands: Any) -> None:
 def _convert(args: argparse.Namespace) -> int:
     from winnow.model.checkpoint import convert
 
-    convert(Path(args.source), Path(args.destination), experts=args.experts, linear=args.linear)
+    destination = Path(args.destination)
+    convert(Path(args.source), destination, experts=args.experts, linear=args.linear)
+    print(destination)
     return 0
 
 

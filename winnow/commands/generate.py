@@ -84,6 +84,8 @@ def _sampling_options(group: argparse._ArgumentGroup) -> None:
 def _generate(args: argparse.Namespace) -> int:
     from winnow.engine.llm import LLM
 
+    if args.logprobs is not None and not args.json:
+        raise RequestError(f"--logprobs {args.logprobs} without --json shows nothing: add --json")
     prompt = _prompt(args)
     params = SamplingParams(
         stop=tuple(args.stop),
@@ -132,7 +134,7 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
         return _chat(args)
     if args.token_ids is not None:
         try:
-            return [int(word) for word in args.token_ids.split(",") if word.strip()]
+            return [int(word) for word in args.token_ids.split(",")]
         except ValueError:
             raise RequestError(
                 f"--token-ids is {args.token_ids!r}: give whole numbers with commas, like 1,2,3"

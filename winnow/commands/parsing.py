@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 JSON_HELP = "print JSON"
@@ -34,6 +36,19 @@ def number(
         return value
 
     return read
+
+
+def output_file(word: str) -> Path:
+    """An argparse type: a file that can be written, so that nothing is computed for one that
+    cannot; it is not made."""
+    path = Path(word)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{word} is a directory: name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}: make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{word} may not be written: name another file")
+    return path
 
 
 def at_least(least: int) -> Callable[[str], Any]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from winnow.commands.parsing import command
+from winnow.commands.parsing import command, output_file
 from winnow.errors import RequestError, UnsupportedError
 
 
@@ -15,7 +15,7 @@ def add_report(commands: Any) -> None:
     parser = command(commands, "report", _run, "show records as one page, each with its conditions")
     add = parser.add_argument
     add("records", nargs="+", type=Path, metavar="RECORDS", help="files of JSON lines")
-    add("-o", "--out", type=Path, metavar="FILE", help="page to write; default: report.html")
+    add("-o", "--out", type=output_file, metavar="FILE", help="page to write; default: report.html")
     add("--prices", type=Path, metavar="FILE", help="TOML of what machines cost, for tokens per it")
     only = parser.add_mutually_exclusive_group()
     only.add_argument(

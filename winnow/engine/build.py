@@ -169,7 +169,7 @@ def _prepare(config: EngineConfig) -> torch.device:
 def _open(model: str, num_layers: int | None) -> tuple[ModelSpec, Tokenizer | None]:
     path = checkpoint_path(model)
     if not path.is_dir():
-        known = f"or a preset with --random-weights ({', '.join(PRESETS)})"
+        known = f"demo, or a preset with --random-weights ({', '.join(PRESETS)})"
         raise UnsupportedError(f"{model!r} is no directory: give a checkpoint's directory, {known}")
     if num_layers is not None:
         raise UnsupportedError("--layers cuts presets only: a checkpoint is served whole")

@@ -8,6 +8,8 @@ from typing import Any
 
 from winnow.errors import CheckpointError, UnsupportedError
 
+FAMILY = "minimax_m3"
+"""What every model_type that is served begins with."""
 BLOCK_TOKENS = 128
 """Tokens of a block, which is also the page size; the only block size served."""
 
@@ -91,6 +93,12 @@ class ModelSpec:
         """
         text = config.get("text_config")
         top = _Config({**config, **text} if isinstance(text, Mapping) else config)
+        family = top.optional("model_type", FAMILY)
+        if not str(family).startswith(FAMILY):
+            raise UnsupportedError(
+                f"config.json: model_type is {family!r}: only models of MiniMax-M3's family are "
+                f"served, whose model_type begins with {FAMILY}"
+            )
         return _read(top)
 
 

@@ -85,6 +85,11 @@ def read_spec(directory: Path | str) -> ModelSpec:
     model that this version does not compute.
     """
     path = Path(directory) / "config.json"
+    if not path.exists():
+        raise CheckpointError(
+            f"{path.parent} has no config.json: give the directory of a checkpoint, which holds it "
+            "beside its safetensors files"
+        )
     config = read_json(path)
     try:
         return ModelSpec.from_hf(config)
