@@ -199,3 +199,13 @@ def test_a_closed_output_is_told_in_one_sentence(tiny: Path) -> None:
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr == ("winnow: standard output is closed: send it to a file or to /dev/null\n")
+
+
+def test_kernels_that_cannot_be_kept_are_refused_in_one_sentence(
+    tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    home = str(tmp_path / "file")
+    done = process("generate", tiny, "--prompt", "x", *GREEDY, XDG_CACHE_HOME=home)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert re.fullmatch(rb"winnow: the cpu backend .*file/winnow .*: set XDG_CACH.*\n", done.stderr)

@@ -16,8 +16,9 @@ from winnow.config import EngineConfig, SamplingParams
 from winnow.engine.build import build_engine
 from winnow.engine.engine import Engine
 from winnow.engine.output import Output
-from winnow.errors import CapacityError, RequestError
+from winnow.errors import CapacityError, RequestError, UnsupportedError
 from winnow.model.weights import nbytes
+from winnow.ops import native
 from winnow.spec.capacity import Question, plan
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 96}
@@ -302,6 +303,18 @@ def test_a_random_mix_of_arrivals_and_aborts_never_disturbs_a_request(
         assert own == alone[source[request_id]][: len(own)]
         complete += own == alone[source[request_id]]
     assert complete > 10
+
+
+def test_an_engine_whose_kernels_cannot_be_had_is_not_built(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> None:
+        raise UnsupportedError("no kernels")
+
+    monkeypatch.setattr(native, "library", none)
+    with pytest.raises(UnsupportedError, match="no kernels"):
+        build_engine(str(tiny), EngineConfig(num_pages=4), progress=False)
+    build_engine(str(tiny), EngineConfig(num_pages=4, backend="reference"), progress=False)
 
 
 def test_the_plan_and_the_engine_agree_to_the_byte(tiny: Path) -> None:

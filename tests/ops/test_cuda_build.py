@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from winnow.errors import UnsupportedError
 from winnow.ops import cuda_build
 
 nvcc = pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
@@ -55,3 +56,13 @@ def test_the_build_for_racecheck_is_another_in_which_every_lane_arrives(
     assert cuda_build.library(source, {"sum": ()}).sum() == 2
     monkeypatch.setenv("WINNOW_RACECHECK", "1")
     assert cuda_build.library(source, {"sum": ()}).sum() == 33
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("NVCC", "/bin/true")
+    with pytest.raises(UnsupportedError, match=r"file/winnow \(Not a dir.*\): set XDG_CACHE_HOME"):
+        cuda_build.library(source, {})

@@ -21,6 +21,7 @@ from winnow.errors import UnsupportedError
 from winnow.model.checkpoint import load_checkpoint, random_weights, read_spec
 from winnow.model.transformer import Transformer
 from winnow.model.weights import ModelWeights, Prepare
+from winnow.ops import native
 from winnow.ops.paged import CacheScales
 from winnow.ops.table import BACKENDS, Kernels, kernels, why_not
 from winnow.spec.capacity import WEIGHT_FORMATS
@@ -64,6 +65,9 @@ def build_engine(
         log.warning("%s", note)
     dtype, model_format = _DTYPES[config.dtype or _own_dtype(config, spec)]
     device = _prepare(config)
+    if table.backend == "cpu":
+        # Built now, where it takes the time of no request and where a failure ends no server.
+        native.library()
     prepare = partial(table.prepare, spec=spec, dtype=dtype)
     if random:
         weights = _random_weights(spec, dtype, model_format, device, prepare)

@@ -12,11 +12,12 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from winnow.errors import UnsupportedError
+from winnow.ops import built
 
 FLAGS = (
     # The -arch shorthand would also build plain sm_90, which lacks the instructions of sm_90a.
@@ -40,9 +41,11 @@ def library(source: Path, signatures: Mapping[str, tuple[type, ...]]) -> ctypes.
     """The loaded library of `source` (.cu), its functions typed by `signatures` and giving an int.
 
     Callers keep it: every call reads the source again. UnsupportedError if it cannot be built,
-    with the compiler's words.
+    with the compiler's words, or if there is nowhere to keep it.
     """
-    loaded = ctypes.CDLL(str(build(source)))
+    path = build(source)
+    with built.keeping("hopper", path.parent):
+        loaded = ctypes.CDLL(str(path))
     for name, types in signatures.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = types, ctypes.c_int
@@ -63,23 +66,27 @@ def build(source: Path) -> Path:
     flags = FLAGS + (FOR_RACECHECK if os.environ.get("WINNOW_RACECHECK") else ())
     parts = (*texts, _version(command), " ".join(flags))
     key = hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "winnow"
+    home = built.folder("hopper")
     target = home / f"{source.parent.parent.name}-{source.stem}-{key}.so"
-    if target.is_file():
-        return target
-    home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home) as work:
-        built = Path(work) / "kernels.so"
-        done = subprocess.run(
-            [command, *flags, str(source), "-o", str(built)], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise UnsupportedError(
-                f"{source.name} does not build with {command}: {done.stderr.strip()}"
-            )
-        # Another process may have built the same library meanwhile: the rename is atomic.
-        built.rename(target)
+    with built.keeping("hopper", home):
+        if not target.is_file():
+            home.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=home) as work:
+                # Another process may have built the same library meanwhile: the rename is atomic.
+                _compile([command, *flags], source, Path(work)).rename(target)
     return target
+
+
+def _compile(command: Sequence[str], source: Path, work: Path) -> Path:
+    library_file = work / "kernels.so"
+    done = subprocess.run(
+        [*command, str(source), "-o", str(library_file)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise UnsupportedError(
+            f"{source.name} does not build with {command[0]}: {done.stderr.strip()}"
+        )
+    return library_file
 
 
 @cache

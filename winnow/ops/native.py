@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from winnow.errors import UnsupportedError
+from winnow.ops import built
 
 SOURCE = Path(__file__).parent / "csrc" / "cpu.cpp"
 FLAGS = (
@@ -59,9 +60,11 @@ def compiler() -> str | None:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The loaded library; UnsupportedError if it cannot be built, with the compiler's words."""
+    """The loaded library; UnsupportedError if it cannot be built, with the compiler's words, or if
+    there is nowhere to keep it."""
     path = _build()
-    loaded = ctypes.CDLL(str(path))
+    with built.keeping("cpu", path.parent):
+        loaded = ctypes.CDLL(str(path))
     for name, types in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = types, None
@@ -81,26 +84,30 @@ def _build() -> Path:
     texts = (path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
     parts = (*texts, version, " ".join(FLAGS), str(openmp), _processor())
     key = hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "winnow"
+    home = built.folder("cpu")
     target = home / f"cpu-{key}.so"
-    if target.is_file():
-        return target
-    home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home) as work:
-        objects, built = Path(work) / "cpu.o", Path(work) / "cpu.so"
-        link = [str(openmp)] if openmp else ["-fopenmp"]
-        for step in (
-            [command, *FLAGS, "-c", str(SOURCE), "-o", str(objects)],
-            [command, "-shared", str(objects), "-o", str(built), *link],
-        ):
-            done = subprocess.run(step, capture_output=True, text=True)
-            if done.returncode:
-                raise UnsupportedError(
-                    f"the cpu backend's kernels do not build with {command}: {done.stderr.strip()}"
-                )
-        # Another process may have built the same library meanwhile: the rename is atomic.
-        built.rename(target)
+    with built.keeping("cpu", home):
+        if not target.is_file():
+            home.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=home) as work:
+                # Another process may have built the same library meanwhile: the rename is atomic.
+                _compile(command, openmp, Path(work)).rename(target)
     return target
+
+
+def _compile(command: str, openmp: Path | None, work: Path) -> Path:
+    objects, library_file = work / "cpu.o", work / "cpu.so"
+    link = [str(openmp)] if openmp else ["-fopenmp"]
+    for step in (
+        [command, *FLAGS, "-c", str(SOURCE), "-o", str(objects)],
+        [command, "-shared", str(objects), "-o", str(library_file), *link],
+    ):
+        done = subprocess.run(step, capture_output=True, text=True)
+        if done.returncode:
+            raise UnsupportedError(
+                f"the cpu backend's kernels do not build with {command}: {done.stderr.strip()}"
+            )
+    return library_file
 
 
 def _torch_openmp() -> Path | None:
