@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
-from winnow.config import EngineConfig
-from winnow.engine import memory
+from winnow.config import EngineConfig, SamplingParams
+from winnow.engine import memory, worker
 from winnow.engine.build import build_engine
+from winnow.engine.messages import Build
 from winnow.errors import CapacityError, UnsupportedError
 
 FREE = 40_000_000
@@ -45,6 +47,27 @@ def test_what_was_asked_for_is_taken_or_refused_with_what_would_fit(tiny: Path) 
         pages(tiny, num_pages=FREE // row_bytes + 1)
     with pytest.raises(CapacityError, match="lower cache_bytes"):
         pages(tiny, cache_bytes=FREE + 1)
+
+
+def test_a_request_may_have_what_the_cache_holds_where_that_is_less_and_it_is_said(
+    tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "winnow")
+    command = Build(str(tiny), EngineConfig(num_pages=10), {}, logging.INFO)
+    engine = build_engine(str(tiny), command.config, progress=False)
+    assert worker._info(engine, command).max_model_len == 9 * 128
+    said = "takes 65536 tokens, the cache holds 1152: a request may have 1152, with --num-pages 513"
+    assert said in caplog.text
+    engine.add("longest", [1] * 1000, SamplingParams(max_tokens=152))
+    with pytest.raises(CapacityError, match="request needs 10 pages, the cache has 9"):
+        engine.add("longer", [1] * 1000, SamplingParams(max_tokens=154))
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_refused(tiny: Path) -> None:
+    pages(tiny, num_pages=17, max_model_len=2048)
+    says = r"is 2048, the cache of 16 pages holds 1920 tokens: lower it to 1920, .*--num-pages 17"
+    with pytest.raises(CapacityError, match=says):
+        pages(tiny, num_pages=16, max_model_len=2048)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.01, True, "half"])

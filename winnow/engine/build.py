@@ -17,7 +17,7 @@ from winnow.engine.runner import Runner
 from winnow.engine.shapes import table_widths
 from winnow.engine.storage import PageStorage
 from winnow.engine.text import Tokenizer, load_tokenizer
-from winnow.errors import UnsupportedError
+from winnow.errors import CapacityError, UnsupportedError
 from winnow.model.checkpoint import load_checkpoint, random_weights, read_spec
 from winnow.model.transformer import Transformer
 from winnow.model.weights import ModelWeights, Prepare
@@ -115,7 +115,30 @@ def assemble(
         "backend %s, KV %s, index %s, %d pages of %d bytes",
         table.backend, layout.kv_format.name, layout.index_format.name, num_pages, layout.row_bytes,
     )  # fmt: skip
-    return Engine(spec, runner, scheduler, tokenizer, max_model_len)
+    engine = Engine(spec, runner, scheduler, tokenizer, max_model_len)
+    _check_length(config, engine)
+    return engine
+
+
+def _check_length(config: EngineConfig, engine: Engine) -> None:
+    """Say where the cache is shorter than the model; CapacityError where the length was asked for.
+
+    Left out, it is as long as both allow.
+    """
+    held, length = engine.max_request_tokens, engine.max_model_len
+    pages = engine.runner.storage.num_pages
+    if held == length:
+        return
+    needed = -(-length // BLOCK_TOKENS) + 1
+    if config.max_model_len is not None:
+        raise CapacityError(
+            f"max_model_len is {length}, the cache of {pages} pages holds "
+            f"{held} tokens: lower it to {held}, or start with --num-pages {needed}"
+        )
+    log.info(
+        "the model takes %d tokens, the cache holds %d: a request may have %d, with --num-pages %d "
+        "all of them", length, held, held, needed,
+    )  # fmt: skip
 
 
 def _graphs(

@@ -23,7 +23,7 @@ from winnow.engine.text import Tokenizer
 from winnow.errors import RequestError, WinnowError
 from winnow.ops.paged import Clipping
 from winnow.ops.sample import Logprobs
-from winnow.spec.model import ModelSpec
+from winnow.spec.model import BLOCK_TOKENS, ModelSpec
 
 if TYPE_CHECKING:
     from winnow.engine.grammar import GrammarCompiler
@@ -55,6 +55,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of prompt and answer that a request may have: what the model takes, or what the
+        cache holds where that is less."""
+        return min(self.max_model_len, self.scheduler.cache.pool.num_usable * BLOCK_TOKENS)
 
     def add(
         self,

@@ -55,7 +55,7 @@ class ModelInfo:
     """As it was asked for: a directory, or a preset."""
     vocab_size: int
     max_model_len: int
-    """Tokens of prompt and answer together."""
+    """Tokens of prompt and answer together, no more than the pages hold."""
     num_pages: int
     """Pages that requests can hold."""
     page_tokens: int

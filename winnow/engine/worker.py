@@ -113,7 +113,7 @@ def _info(engine: Engine, build: Build) -> ModelInfo:
     return ModelInfo(
         name=build.model,
         vocab_size=spec.vocab_size,
-        max_model_len=engine.max_model_len,
+        max_model_len=engine.max_request_tokens,
         num_pages=engine.scheduler.cache.pool.num_usable,
         page_tokens=BLOCK_TOKENS,
         max_running=engine.scheduler.max_running,
