@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -133,12 +133,9 @@ class SamplingParams:
     """What the answer must match; it ends where nothing may follow."""
 
     def __post_init__(self) -> None:
-        _check_ranges(self, _SAMPLING_RANGES, RequestError)
-        _check_flag(self, "ignore_eos", RequestError)
-        _check_flag(self, "skip_special_tokens", RequestError)
-        _set(self, "stop", _stops(self.stop))
-        _set(self, "stop_ids", _ids(self.stop_ids))
-        _set(self, "logit_bias", _bias(self.logit_bias))
+        for name in self.__dataclass_fields__:
+            if name != "constraint":
+                _set(self, name, self.check_option(name, getattr(self, name), name))
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
@@ -171,15 +168,34 @@ class SamplingParams:
         _refuse_unknown(cls, options, RequestError)
         return cls(**options)
 
+    @classmethod
+    def check_option(cls, name: str, value: object, called: str) -> Any:
+        """A value as a field but `constraint` keeps it; RequestError names it as `called`."""
+        match name:
+            case "stop":
+                return _stops(called, value)
+            case "stop_ids":
+                return _ids(called, value)
+            case "logit_bias":
+                return _bias(called, value)
+            case "ignore_eos" | "skip_special_tokens":
+                return _flag(called, value, RequestError)
+        return _SAMPLING_RANGES[name].check(called, value, RequestError)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """RequestError for an id that a model with `vocab_size` tokens does not have."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_ids", self.stop_ids)):
-            for token_id in ids:
-                if token_id >= vocab_size:
-                    raise RequestError(
-                        f"{name} names token {token_id}, the vocabulary has {vocab_size}: "
-                        f"use ids from 0 to {vocab_size - 1}"
-                    )
+        check_ids("logit_bias", self.logit_bias, vocab_size)
+        check_ids("stop_ids", self.stop_ids, vocab_size)
+
+
+def check_ids(called: str, ids: Iterable[int], vocab_size: int) -> None:
+    """RequestError for an id that a model with `vocab_size` tokens does not have."""
+    for token_id in ids:
+        if token_id >= vocab_size:
+            raise RequestError(
+                f"{called} names token {token_id}, the vocabulary has {vocab_size}: "
+                f"use ids from 0 to {vocab_size - 1}"
+            )
 
 
 _ENGINE_RANGES = {
@@ -223,9 +239,10 @@ class EngineConfig:
     """A name that `winnow.ops.table` knows: only that module judges it."""
 
     def __post_init__(self) -> None:
-        _check_ranges(self, _ENGINE_RANGES, UnsupportedError)
-        _check_flag(self, "prefix_caching", UnsupportedError)
-        _check_flag(self, "cuda_graphs", UnsupportedError)
+        for name, allowed in _ENGINE_RANGES.items():
+            _set(self, name, allowed.check(name, getattr(self, name), UnsupportedError))
+        _flag("prefix_caching", self.prefix_caching, UnsupportedError)
+        _flag("cuda_graphs", self.cuda_graphs, UnsupportedError)
         _check_choice("kv_format", self.kv_format, CACHE_FORMATS)
         _check_choice("index_format", self.index_format, CACHE_FORMATS)
         if self.dtype is not None:
@@ -251,15 +268,10 @@ def _set(config: object, name: str, value: object) -> None:
     object.__setattr__(config, name, value)
 
 
-def _check_ranges(config: object, ranges: Mapping[str, _Range], error: type[WinnowError]) -> None:
-    for name, allowed in ranges.items():
-        _set(config, name, allowed.check(name, getattr(config, name), error))
-
-
-def _check_flag(config: object, name: str, error: type[WinnowError]) -> None:
-    value = getattr(config, name)
+def _flag(name: str, value: object, error: type[WinnowError]) -> bool:
     if not isinstance(value, bool):
         raise error(f"{name} is {value!r}: give True or False")
+    return value
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -280,37 +292,39 @@ def _refuse_unknown(
             raise error(f"there is no option {name!r}: {advice}")
 
 
-def _stops(stops: object) -> tuple[str, ...]:
+def _stops(called: str, stops: object) -> tuple[str, ...]:
     texts = (stops,) if isinstance(stops, str) else stops
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"stop is {stops!r}; it takes a string or a list of strings")
+        raise RequestError(f"{called} is {stops!r}; it takes a string or a list of strings")
     if len(texts) > MAX_STOPS:
-        raise RequestError(f"stop holds {len(texts)} strings; it takes up to {MAX_STOPS}")
+        raise RequestError(f"{called} holds {len(texts)} strings; it takes up to {MAX_STOPS}")
     for text in texts:
         if not text:
-            raise RequestError("stop holds an empty string, which every text contains: remove it")
+            raise RequestError(
+                f"{called} holds an empty string, which every text contains: remove it"
+            )
         part = next((c for c in text if c == "\ufffd" or "\ud800" <= c <= "\udfff"), None)
         if part is not None:
             raise RequestError(
-                f"stop string {text!r} holds {part!r}, which is part of a character and never "
-                "comes whole in decoded text: give whole characters, or ids in stop_ids"
+                f"{called} string {text!r} holds {part!r}, which is part of a character and never "
+                "comes whole in decoded text: give whole characters, or ids of tokens"
             )
     return tuple(texts)
 
 
-def _ids(ids: object) -> tuple[int, ...]:
+def _ids(called: str, ids: object) -> tuple[int, ...]:
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise RequestError(f"stop_ids is {ids!r}; it takes a list of token ids")
+        raise RequestError(f"{called} is {ids!r}; it takes a list of token ids")
     for token_id in ids:
-        _ID.check("a token of stop_ids", token_id, RequestError)
+        _ID.check(f"a token of {called}", token_id, RequestError)
     return tuple(ids)
 
 
-def _bias(bias: object) -> Mapping[int, float]:
+def _bias(called: str, bias: object) -> Mapping[int, float]:
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias is {bias!r}; it takes a map from token id to number")
+        raise RequestError(f"{called} is {bias!r}; it takes a map from token id to number")
     checked: dict[int, float] = {}
     for token_id, value in bias.items():
-        _ID.check("a token of logit_bias", token_id, RequestError)
-        checked[token_id] = _BIAS.check(f"logit_bias of token {token_id}", value, RequestError)
+        _ID.check(f"a token of {called}", token_id, RequestError)
+        checked[token_id] = _BIAS.check(f"{called} of token {token_id}", value, RequestError)
     return MappingProxyType(checked)

@@ -186,7 +186,7 @@ def test_nan_logits_end_their_request_alone_and_poison_no_later_prefix_hit(
         ([True], {}, RequestError, "prompt token 0 is True, not a whole number"),
         ([1] * 13000, {"max_tokens": 1}, CapacityError, "prompt needs 102 pages, the cache has 95"),
         ([1] * 12000, {"max_tokens": 900}, CapacityError, "shorten max_tokens by"),
-        ([1], {"max_tokens": 10**12}, RequestError, "make 1000000000001, the engine takes "),
+        ([1], {"max_tokens": 10**12}, CapacityError, "make 1000000000001, the engine takes "),
         ([1], {"stop_ids": (70_000,)}, RequestError, "stop_ids names token 70000, the vocabulary"),
         ([1], {"logit_bias": {70_000: 1.0}}, RequestError, "logit_bias names token 70000"),
     ],

@@ -15,7 +15,9 @@ from winnow.config import Constraint, SamplingParams
 from winnow.errors import RequestError
 from winnow.server.chat_request import ChatRequest
 from winnow.server.completion_request import CompletionRequest
-from winnow.server.protocol import FieldError, Generation, parse, to_sampling
+from winnow.server.failures import failure_of
+from winnow.server.protocol import FieldError, Generation, parse
+from winnow.server.sampling import to_sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -29,8 +31,8 @@ def completion(**fields: Any) -> CompletionRequest:
 
 
 def sampling(request: Generation, **options: Any) -> SamplingParams:
-    given = {"prompt_tokens": 10, "max_model_len": 100, "default_max_tokens": 50, **options}
-    return to_sampling(request, **given)
+    given: dict[str, Any] = {"prompt_tokens": 10, "max_model_len": 100, "default_max_tokens": 50}
+    return to_sampling(request, **{**given, "vocab_size": 300, **options})
 
 
 def turn(**fields: Any) -> list[Any]:
@@ -64,6 +66,21 @@ def wanted(kind: str, **fields: Any) -> dict[str, Any]:
         ({"logit_bias": {"a": 1}}, "logit_bias", "its keys are token ids"),
         ({"logit_bias": {"5": "a"}}, "logit_bias", "give -100 to 100"),
         ({"logit_bias": {"5": 10**4000}}, "logit_bias", "give -100 to 100"),
+        ({"logit_bias": {"300": 1}}, "logit_bias", "logit_bias names token 300, the vocabulary"),
+        ({"logit_bias": {"9999999999": 1}}, "logit_bias", "a token of logit_bias is 9999999999"),
+        ({"temperature": -1}, "temperature", "temperature is -1.0; it takes a finite number"),
+        ({"top_p": 2}, "top_p", "top_p is 2.0; it takes"),
+        ({"top_k": -2}, "top_k", "top_k is -2; it takes"),
+        ({"min_p": 2}, "min_p", "min_p is 2.0; it takes"),
+        ({"seed": 2**63}, "seed", "seed is 9223372036854775808"),
+        ({"min_tokens": -1}, "min_tokens", "min_tokens is -1; it takes"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "min_tokens is 9, max_tokens is 8"),
+        ({"presence_penalty": 3}, "presence_penalty", "presence_penalty is 3.0; it takes"),
+        ({"stop": ""}, "stop", "stop holds an empty string"),
+        ({"stop": ["x"] * 65}, "stop", "stop holds 65 strings; it takes up to 64"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "a token of stop_token_ids is -1; it takes"),
+        ({"stop_token_ids": [300]}, "stop_token_ids", "stop_token_ids names token 300, the voc"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; it takes"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         (wanted("xml"), "response_format.type", "use text, json_object"),
         (wanted("json_schema"), "response_format.json_schema", "lacks its json_schema"),
@@ -183,8 +200,10 @@ def test_every_field_of_sampling_arrives() -> None:
 
 def test_null_is_the_default_everywhere() -> None:
     names = [name for name, field in ChatRequest.model_fields.items() if name != "messages"]
-    nullable = [n for n in names if n not in ("ignore_eos", "skip_special_tokens")]
-    assert sampling(chat(**dict.fromkeys(nullable))) == sampling(chat())
+    assert sampling(chat(**dict.fromkeys(names))) == sampling(chat())
+    assert sampling(completion(skip_special_tokens=None)) == sampling(completion())
+    options = {"include_usage": None}
+    assert not chat(stream=True, stream_options=options).include_usage
 
 
 def test_without_a_limit_an_answer_gets_what_fits_and_no_more_than_the_server_gives() -> None:
@@ -204,6 +223,26 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_numbers() -> None:
     with pytest.raises(FieldError, match="shorten the prompt by 3 tokens at least") as caught:
         sampling(completion(), prompt_tokens=102)
     assert caught.value.param == "prompt"
+    with pytest.raises(FieldError) as caught:
+        sampling(chat(), prompt_tokens=102)
+    failure = failure_of(caught.value)
+    assert (failure.code, failure.param) == ("context_length_exceeded", "messages")
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_beyond_the_room_is_refused_by_its_name_with_what_is_left(field: str) -> None:
+    assert sampling(chat(**{field: 90})).max_tokens == 90
+    with pytest.raises(FieldError, match=f"100 together: lower {field} to 90") as caught:
+        sampling(chat(**{field: 91}))
+    failure = failure_of(caught.value)
+    assert (failure.code, failure.param) == ("context_length_exceeded", field)
+
+
+def test_what_may_not_stand_beside_a_constraint_is_named() -> None:
+    for fields, param in (({"min_tokens": 2}, "min_tokens"), ({"ignore_eos": True}, "ignore_eos")):
+        with pytest.raises(FieldError, match="constraint, which decides where") as caught:
+            sampling(completion(**fields), constraint=Constraint("json_object"))
+        assert caught.value.param == param
 
 
 def test_each_choice_draws_from_its_own_seed() -> None:

@@ -20,7 +20,7 @@ from winnow.engine.output import EngineStats as EngineStats
 from winnow.engine.output import Output, Usage
 from winnow.engine.runner import Runner
 from winnow.engine.text import Tokenizer
-from winnow.errors import RequestError, WinnowError
+from winnow.errors import CapacityError, RequestError, WinnowError
 from winnow.ops.paged import Clipping
 from winnow.ops.sample import Logprobs
 from winnow.spec.model import BLOCK_TOKENS, ModelSpec
@@ -217,7 +217,8 @@ class Engine:
         return tuple(self.tokenizer.encode(prompt))
 
     def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        """RequestError for what the model or its tokenizer cannot do."""
+        """RequestError for what the model or its tokenizer cannot do, CapacityError for what is too
+        long for it."""
         if not prompt:
             raise RequestError("the prompt has 0 tokens: give at least 1")
         for place, token in enumerate(prompt):
@@ -232,7 +233,7 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer.json in the checkpoint: use stop_ids")
         if len(prompt) + params.max_tokens > self.max_model_len:
-            raise RequestError(
+            raise CapacityError(
                 f"{len(prompt)} prompt tokens and max_tokens {params.max_tokens} make "
                 f"{len(prompt) + params.max_tokens}, the engine takes {self.max_model_len}: "
                 + _advice(len(prompt), self.max_model_len)

@@ -15,7 +15,8 @@ from winnow.errors import CapacityError
 from winnow.server.exchange import Call
 from winnow.server.failures import ApiError
 from winnow.server.generate import Job, generate
-from winnow.server.protocol import FieldError, Generation, to_sampling
+from winnow.server.protocol import FieldError, Generation
+from winnow.server.sampling import to_sampling
 from winnow.server.stream import DONE, framed
 
 NewsT = TypeVar("NewsT")
@@ -68,6 +69,7 @@ async def jobs_of(
                 prompt_tokens=len(prompt),
                 max_model_len=serving.model().max_model_len,
                 default_max_tokens=serving.config.default_max_tokens,
+                vocab_size=serving.model().vocab_size,
                 constraint=constraint,
                 choice=choice,
             ),

@@ -284,9 +284,13 @@ class ChatRequest(Generation):
         """
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
 
-    def token_limit(self) -> int | None:
-        """The most tokens of an answer that the request asks for."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def token_limit(self) -> tuple[str, int | None]:
+        """The most tokens of an answer that the request asks for, and the field that says so."""
+        if self.max_completion_tokens is None:
+            return super().token_limit()
+        return "max_completion_tokens", self.max_completion_tokens
+
+    NUM_LOGPROBS = "top_logprobs"
 
     def num_logprobs(self) -> int | None:
         """How many likely tokens to report at each place; None reports nothing."""

@@ -103,7 +103,7 @@ def failure_of(error: WinnowError) -> ApiError:
     if isinstance(error, CapacityError):
         return ApiError(400, str(error), code="context_length_exceeded", param=param)
     if isinstance(error, RequestError | UnsupportedError):
-        return ApiError(400, str(error), param=param)
+        return ApiError(400, str(error), code=getattr(error, "code", None), param=param)
     if isinstance(error, PeerError):
         return ApiError(503, str(error), code="engine_unavailable")
     return ApiError(500, str(error))

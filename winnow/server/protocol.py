@@ -23,7 +23,6 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from typing_extensions import TypeAliasType
 
-from winnow.config import Constraint, SamplingParams
 from winnow.errors import RequestError
 
 ItemT = TypeVar("ItemT")
@@ -45,11 +44,12 @@ _BIAS_SCHEMA = {
 
 
 class FieldError(RequestError):
-    """A field of a request is wrong; `param` is its place in the body."""
+    """A field of a request is wrong: `param` is its place in the body, `code` what programs see."""
 
-    def __init__(self, param: str, message: str) -> None:
+    def __init__(self, param: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class Part(BaseModel):
@@ -100,7 +100,7 @@ class ResponseFormat(Part):
 class StreamOptions(Part):
     """`stream_options`."""
 
-    include_usage: bool = False
+    include_usage: bool | None = False
     include_obfuscation: bool | None = None
     """Taken and ignored: no padding is sent."""
     continuous_usage_stats: bool | None = None
@@ -131,8 +131,8 @@ class Generation(Body):
     repetition_penalty: float | None = None
     min_tokens: Whole | None = None
     stop_token_ids: ListOf[Whole] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
     cache_salt: str | None = None
     """Requests with different salts share no cached prefix."""
 
@@ -152,7 +152,7 @@ class Generation(Body):
         for name, values in self.ASKS_NOTHING.items():
             value = getattr(self, name)
             if value is not None and not any(value == v and type(value) is type(v) for v in values):
-                raise FieldError(name, f"{name} is {_shown(value)}, which is not served: remove it")
+                raise FieldError(name, f"{name} is {shown(value)}, which is not served: remove it")
         if self.stream_options is not None and not self.stream:
             raise FieldError(
                 "stream_options", "stream_options are given without stream: set stream to true"
@@ -163,24 +163,27 @@ class Generation(Body):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that counts tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def num_choices(self) -> int:
         """Answers to each prompt."""
         return 1 if self.n is None else self.n
 
-    def token_limit(self) -> int | None:
-        """The most tokens of an answer that the request asks for."""
-        return self.max_tokens
+    def token_limit(self) -> tuple[str, int | None]:
+        """The most tokens of an answer that the request asks for, and the field that says so."""
+        return "max_tokens", self.max_tokens
 
     def num_logprobs(self) -> int | None:
         """How many likely tokens to report at each place; None reports nothing."""
         raise NotImplementedError
 
+    NUM_LOGPROBS: ClassVar[str] = "logprobs"
+    """The field that says how many."""
+
     def shows_special_tokens(self) -> bool:
         """Whether the engine is to write out special tokens in the text."""
-        return not self.skip_special_tokens
+        return self.skip_special_tokens is False
 
 
 RequestT = TypeVar("RequestT", bound=Body)
@@ -206,81 +209,11 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
     return request
 
 
-def to_sampling(
-    request: Generation,
-    *,
-    prompt_tokens: int,
-    max_model_len: int,
-    default_max_tokens: int,
-    constraint: Constraint | None = None,
-    choice: int = 0,
-) -> SamplingParams:
-    """How the engine is to continue a prompt of `prompt_tokens` tokens.
-
-    Without a limit of its own, a request gets as many tokens as `max_model_len` leaves, and no
-    more than `default_max_tokens`. `choice` is the number of the answer among the `n` of a
-    prompt: with a seed, each draws from its own. RequestError for values out of range.
-    """
-    room = max_model_len - prompt_tokens
-    if room < 1:
-        raise FieldError(
-            "messages" if hasattr(request, "messages") else "prompt",
-            f"the prompt has {prompt_tokens} tokens, the model takes {max_model_len} with its "
-            f"answer: shorten the prompt by {1 - room} tokens at least",
-        )
-    limit = request.token_limit()
-    options = {
-        "max_tokens": min(room, default_max_tokens) if limit is None else limit,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": 0 if request.top_k == -1 else request.top_k,
-        "min_p": request.min_p,
-        "repetition_penalty": request.repetition_penalty,
-        "presence_penalty": request.presence_penalty,
-        "frequency_penalty": request.frequency_penalty,
-        "min_tokens": request.min_tokens,
-        "logit_bias": _bias(request.logit_bias),
-        "stop": request.stop,
-        "stop_ids": request.stop_token_ids,
-        "seed": _seed(request.seed, choice),
-        "logprobs": request.num_logprobs(),
-        "constraint": constraint,
-        "ignore_eos": request.ignore_eos,
-        "skip_special_tokens": not request.shows_special_tokens(),
-    }
-    return SamplingParams.from_options(
-        {name: value for name, value in options.items() if value is not None}
-    )
-
-
-def _seed(seed: int | None, choice: int) -> int | None:
-    if seed is None or not -(2**63) <= seed < 2**63:
-        return seed  # SamplingParams refuses what is out of range
-    # Past the last seed comes the first, so that each choice of any seed has one.
-    return (seed + choice + 2**63) % 2**64 - 2**63
-
-
-def _bias(bias: dict[str, Any] | None) -> dict[int, float] | None:
-    """JSON's keys are strings; the engine's are ids."""
-    if bias is None:
-        return None
-    for key, value in bias.items():
-        if not re.fullmatch(r"[0-9]{1,10}", key):
-            raise FieldError(
-                "logit_bias", f"logit_bias names token {_shown(key)}: its keys are token ids"
-            )
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 100:
-            raise FieldError(
-                "logit_bias", f"logit_bias of token {key} is {_shown(value)}: give -100 to 100"
-            )
-    return {int(key): value for key, value in bias.items()}
-
-
 def _check_format(wanted: ResponseFormat) -> None:
     if wanted.type not in ("text", "json_object", "json_schema"):
         raise FieldError(
             "response_format.type",
-            f"response_format.type is {_shown(wanted.type)}: use text, json_object or json_schema",
+            f"response_format.type is {shown(wanted.type)}: use text, json_object or json_schema",
         )
     if (wanted.json_schema is not None) != (wanted.type == "json_schema"):
         raise FieldError(
@@ -308,7 +241,7 @@ def _field_error(error: ValidationError) -> FieldError:
     if fault["type"] == "missing":
         return FieldError(param, f"{param} is missing: give it")
     message = fault["msg"][0].lower() + fault["msg"][1:]
-    return FieldError(param, f"{param} is {_shown(fault['input'])}: {message}")
+    return FieldError(param, f"{param} is {shown(fault['input'])}: {message}")
 
 
 def _place(fault: ErrorDetails) -> list[str | int]:
@@ -323,7 +256,7 @@ def _path(place: list[str | int]) -> str:
     return text.removeprefix(".")[:200]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value for an error message: no more of it than tells which."""
     text = repr(value) if isinstance(value, str | bool | float) else _big(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
