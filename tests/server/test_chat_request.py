@@ -177,6 +177,58 @@ def test_tools_that_cannot_be_called_are_refused_by_place(
     assert caught.value.param.startswith(param)
 
 
+def calls(*ids: str | None) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{**CALL, "id": call} for call in ids]}
+
+
+def results(*ids: str | None) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": call, "content": f"of {call}"} for call in ids]
+
+
+def said(request: ChatRequest) -> list[str]:
+    return [m["content"] for m in request.template_messages() if m["role"] == "tool"]
+
+
+def test_results_stand_in_the_order_of_their_calls() -> None:
+    first = [calls("a", "b", "c"), *results("c", "a", "b"), {"role": "assistant", "content": "so"}]
+    second = [calls("b", "a"), *results("b"), USER, *results("a")]
+    assert said(chat(USER, *first)) == ["of a", "of b", "of c"]
+    assert said(chat(USER, *first, *second)) == ["of a", "of b", "of c", "of b", "of a"]
+    assert [m["role"] for m in chat(USER, *second).template_messages()] == [
+        "user", "assistant", "tool", "user", "tool",
+    ]  # fmt: skip
+
+
+def test_results_and_calls_without_ids_stay_as_they_came() -> None:
+    plain = [{"role": "tool", "content": text} for text in ("of 2", "of 1")]
+    assert said(chat(calls(None, None), *plain)) == ["of 2", "of 1"]
+    assert said(chat(calls("a", "b"), *plain)) == ["of 2", "of 1"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "place", "says"),
+    [
+        ([calls("a", "b"), *results("a", "x")], 2, "is 'x', the calls before it are 'a', 'b': "),
+        ([calls(*map(str, range(10))), *results("x")], 1, "'6', '7' and 2 more: give one of"),
+        ([calls("a"), *results("a"), calls("b"), *results("a")], 3, "before it are 'b': give"),
+        ([calls("a", "b"), *results("b", None)], 2, "is missing, the results beside it have one"),
+        ([calls("a", "b"), *results("b")], 1, "is 'b', and that call comes after 'a', which has"),
+        ([calls("a", "b"), *results("b", "a", "b")], 3, "is 'b', and that call has a result alr"),
+        ([calls("a", "b"), *results("a"), USER, *results("a")], 3, "has a result already: remove"),
+        ([calls(None), *results("a")], 1, "is 'a', but the calls have no id: give each its own"),
+        ([USER, *results("a")], 1, "is 'a', but the calls are not there: send their message too"),
+        ([calls("a"), *results("x" * 999)], 1, "xxx..., the calls before it are 'a': give one"),
+    ],
+)
+def test_a_result_that_is_of_no_call_is_refused_by_place(
+    messages: list[Any], place: int, says: str
+) -> None:
+    with pytest.raises(FieldError) as caught:
+        chat(*messages)
+    assert caught.value.param == f"messages[{place}].tool_call_id"
+    assert says in str(caught.value)
+
+
 def test_logprobs_are_asked_for_in_chat_by_two_fields() -> None:
     assert chat().num_logprobs() is None
     assert chat(logprobs=True).num_logprobs() == 0

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from winnow.server.protocol import FieldError, Generation, ListOf, Part, Whole
 from winnow.server.template import THINKING_MODES
+from winnow.server.tool_results import in_call_order
 
 MAX_TOOLS = 128
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -65,7 +66,7 @@ class Message(Part):
     """Taken and ignored: the family's format has no place for it."""
     tool_calls: ListOf[EarlierCall] | None = None
     tool_call_id: str | None = None
-    """Taken and ignored: results stand in the order of the calls."""
+    """Says whose result this is; in the prompt, results stand in the order of the calls."""
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name for `reasoning_content`."""
@@ -212,6 +213,7 @@ class ChatRequest(Generation):
         super().check()
         for i, message in enumerate(self.messages):
             message.check(f"messages[{i}]")
+        in_call_order(self.messages)
         self._check_tools()
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs needs logprobs: set logprobs to true")
@@ -274,8 +276,10 @@ class ChatRequest(Generation):
         return functions
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Messages as `ChatTemplate.render` takes them."""
-        return [m.for_template(f"messages[{i}]") for i, m in enumerate(self.messages)]
+        """Messages as `ChatTemplate.render` takes them, results in the order of their calls."""
+        return [
+            self.messages[i].for_template(f"messages[{i}]") for i in in_call_order(self.messages)
+        ]
 
     def template_tools(self) -> list[dict[str, Any]]:
         """Tools as `ChatTemplate.render` takes them: all that the request gives, as it gives them.
