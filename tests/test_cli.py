@@ -333,3 +333,42 @@ def test_a_reader_who_leaves_early_is_not_complained_of() -> None:
     done = process("plan", "minimax-m3", stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "default"),
+    [
+        ("serve", "--port", "8000"),
+        ("serve", "--max-queue", "256"),
+        ("serve", "--request-timeout", "600"),
+        ("generate", "--max-step-tokens", "2048"),
+        ("generate", "--max-running", "256"),
+        ("generate", "--kv-format", "model"),
+        ("bench step", "--context", "4096"),
+        ("bench serving", "--artifacts", "build/aiperf"),
+        ("plan", "--memory-fraction", "0.9"),
+    ],
+)
+def test_the_help_and_the_page_show_a_default_as_a_user_writes_it(
+    command: str, option: str, default: str
+) -> None:
+    told = " ".join(winnow(*command.split(), "--help").out.split())
+    _, found, after = told.partition(f" {option} ")
+    assert found, told
+    assert f"(default: {default})" in after.partition(" --")[0], after
+    page = (Path(__file__).parents[1] / "docs/cli.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## winnow {command}\n(.*?)(?:^## |\Z)", page, re.M | re.S)
+    assert re.search(rf"^\| `{option} [^`]*` \| `{re.escape(default)}` \|", section, re.M)
+
+
+@pytest.mark.parametrize("command", ["bench serving", "bench kernels", "bench step"])
+def test_help_shows_no_default_that_is_empty_or_no_users_word(command: str) -> None:
+    told = " ".join(winnow(*command.split(), "--help").out.split())
+    assert not re.search(r"default: (\)|\[|\{|None)", told), told
+
+
+def test_the_page_marks_what_must_be_given() -> None:
+    page = (Path(__file__).parents[1] / "docs/cli.md").read_text(encoding="utf-8")
+    assert "| `--url URL` | required | Of the server" in page
+    assert "| `DST` | required |" in page
+    assert "| `--seed N` | `0` |" in page

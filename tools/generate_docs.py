@@ -20,6 +20,7 @@ from typing import Any
 
 from winnow import cli
 from winnow.bench.conformance import KERNEL_OPS
+from winnow.commands.parsing import default_words
 from winnow.ops import batch, codec, paged, sample, weights
 from winnow.ops.table import kernels
 
@@ -140,9 +141,10 @@ def _spelling(action: argparse.Action) -> str:
 
 
 def _default(action: argparse.Action) -> str:
-    if action.default in (None, [], argparse.SUPPRESS) or action.nargs == 0:
-        return ""
-    return f"`{action.default}`"
+    if action.required:
+        return "required"
+    words = default_words(action)
+    return f"`{words}`" if words else ""
 
 
 def _sentence(text: str | None) -> str:

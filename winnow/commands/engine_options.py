@@ -27,11 +27,34 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
     """Options that `engine_config` and `build_options` read."""
     add = group.add_argument
     cache = "in the cache; `model` is the compute dtype"
-    add("--kv-format", choices=CACHE_FORMATS, help=f"K and V {cache}")
-    add("--index-format", choices=CACHE_FORMATS, help=f"index keys {cache}")
-    add("--max-step-tokens", type=int, metavar="N", help="tokens of one step; prompts are cut")
-    add("--max-running", type=int, metavar="N", help="requests computed side by side")
-    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
+    own = EngineConfig
+    add("--kv-format", choices=CACHE_FORMATS, default=own.kv_format, help=f"K and V {cache}")
+    add(
+        "--index-format",
+        choices=CACHE_FORMATS,
+        default=own.index_format,
+        help=f"index keys {cache}",
+    )
+    add(
+        "--max-step-tokens",
+        type=int,
+        default=own.max_step_tokens,
+        metavar="N",
+        help="tokens of one step; prompts are cut",
+    )
+    add(
+        "--max-running",
+        type=int,
+        default=own.max_running,
+        metavar="N",
+        help="requests computed side by side",
+    )
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and answer together; default: the model's, or what the cache holds",
+    )
     add("--num-pages", type=int, metavar="N", help="pages of 128 tokens; default: what fits")
     add(
         "--memory-fraction",
@@ -49,7 +72,7 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--dtype", choices=DTYPES, help="compute dtype; default: float32 on a CPU, else the model's"
     )
-    add("--device", metavar="cpu|cuda", help="where to compute; default: cpu")
+    add("--device", metavar="cpu|cuda", default=own.device, help="where to compute")
     add(
         "--backend",
         metavar="NAME",

@@ -16,9 +16,31 @@ def command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
     """Add a command that `run` carries out; `commands` is what `add_subparsers` returned."""
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, formatter_class=_WithDefaults
+    )
     parser.set_defaults(run=run)
     return parser
+
+
+def default_words(action: argparse.Action) -> str:
+    """The default of an argument as a user would write it; empty where there is none to write."""
+    default = action.default
+    if action.nargs == 0 or default in (None, argparse.SUPPRESS) or default == {}:
+        return ""
+    if isinstance(default, list):
+        return ",".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+class _WithDefaults(argparse.HelpFormatter):
+    """Help that ends with the default, unless its text tells of one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        words, text = default_words(action), action.help or ""
+        if not words or "default" in text:
+            return text
+        return f"{text} (default: {words})".replace("%", "%%")
 
 
 def number(

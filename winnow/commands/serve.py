@@ -33,7 +33,7 @@ def _http_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     ports = number(int, lambda n: 0 <= n <= 65535, "a port from 0 to 65535")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of IPv4")
-    add("--port", type=ports, default=8000, metavar="N", help="0 takes a free one")
+    add("--port", type=ports, default=8000, metavar="N", help="port; 0 takes a free one")
     add("--served-model-name", metavar="NAME", help="what clients call it; default: MODEL's name")
     add(
         "--api-key",
@@ -66,7 +66,7 @@ def _limit_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="tokens of an answer whose request gives no limit",
     )
-    add("--max-body-bytes", type=count, default=2**24, metavar="N", help="of one request")
+    add("--max-body-bytes", type=count, default=2**24, metavar="N", help="bytes of one request")
     for name, default, text in (
         ("--request-timeout", 600.0, "one request may take"),
         ("--drain-timeout", 30.0, "running requests get after SIGTERM"),
@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
         send_timeout_s=args.send_timeout,
         log_prompts=args.log_prompts,
     )
-    if args.device in (None, "cpu"):
+    if args.device == "cpu":
         _leave_a_core()
     # A server's log is its only voice: it says what it does without being asked.
     logger = logging.getLogger("winnow")
