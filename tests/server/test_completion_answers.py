@@ -89,6 +89,17 @@ def test_without_a_tokenizer_tokens_are_called_by_their_ids() -> None:
     }
 
 
+def test_the_chosen_token_is_among_the_likely_ones_of_a_completion_once() -> None:
+    def top(token: int, likely: tuple[tuple[int, float], ...]) -> dict[str, float]:
+        output = Output("r", (token,), None, (Logprobs(-2.5, likely),))
+        (told,) = CompletionLogprobs(None).piece([output])["top_logprobs"]
+        return told
+
+    assert top(7, ((9, -0.5),)) == {"token_id:9": -0.5, "token_id:7": -2.5}
+    assert top(7, ((9, -0.5), (7, -2.5))) == {"token_id:9": -0.5, "token_id:7": -2.5}
+    assert top(7, ()) == {"token_id:7": -2.5}
+
+
 def test_chats_logprobs_have_text_and_bytes_of_each_token(tokenizer: Tokenizer) -> None:
     entries = [e for o in pieces_of(tokenizer, "hé") for e in ChatLogprobs(tokenizer).entries(o)]
     told = {"content": entries, "refusal": None}

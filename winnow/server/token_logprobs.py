@@ -44,7 +44,8 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """The `logprobs` object of a plain completion; `text_offset` counts characters of its tokens.
 
-    Where no tokenizer is, a token is called by its id.
+    `top_logprobs` has the chosen token too, where it is none of the likeliest. Where no tokenizer
+    is, a token is called by its id.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -61,7 +62,7 @@ class CompletionLogprobs:
             for token_id, logprobs in zip(output.token_ids, output.logprobs, strict=True):
                 tokens.append(self._name(token_id))
                 chosen.append(max(logprobs.chosen, _LOWEST))
-                top.append(self._top(logprobs.top))
+                top.append(self._top((*logprobs.top, (token_id, logprobs.chosen))))
                 offsets.append(self._offset)
                 self._offset += self._characters(token_id)
         return {
