@@ -90,8 +90,8 @@ def test_arguments_that_are_no_object_are_refused_by_place(arguments: str) -> No
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[0].tool_calls"),
         (asking(part("image_url", image_url={"url": "file:///etc/passwd"})), CONTENT),
         (asking(part("input_audio", input_audio={})), CONTENT),
-        (asking(part(text="a", x=1)), CONTENT),
-        (asking(part()), CONTENT),
+        (asking(part(text="a", x=1)), f"{CONTENT}.x"),
+        (asking(part()), f"{CONTENT}.text"),
         (asking("a"), CONTENT),
     ],
 )
@@ -99,6 +99,13 @@ def test_a_message_that_is_not_served_is_refused_by_place(message: Any, param: s
     with pytest.raises(FieldError) as caught:
         chat(message)
     assert caught.value.param == param
+
+
+def test_a_field_that_a_part_has_too_many_is_named_and_not_its_type() -> None:
+    with pytest.raises(FieldError, match=r"no field messages\[0\].*cache_control: remove it"):
+        chat(asking(part(text="a", cache_control={"type": "ephemeral"})))
+    with pytest.raises(FieldError, match="is of type 'image_url': only parts"):
+        chat(asking(part("image_url", image_url={})))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,20 @@ class ContentPart(Part):
     type: str
     text: str | None = None
 
+    def check(self, place: str) -> None:
+        """FieldError for a part of another type, without text, or with more than that."""
+        if self.type not in ("text", "refusal"):
+            raise FieldError(
+                place,
+                f"{place} is of type {self.type[:40]!r}: only parts "
+                '{"type": "text", "text": ...} are served',
+            )
+        if self.model_extra:
+            param = f"{place}.{next(iter(self.model_extra))[:80]}"
+            raise FieldError(param, f"there is no field {param}: remove it")
+        if self.text is None:
+            raise FieldError(f"{place}.text", f"{place}.text is missing: give it")
+
 
 class CalledFunction(Part):
     """The function of an earlier call; its arguments are JSON, as they came."""
@@ -84,12 +98,7 @@ class Message(Part):
         if self.content is None and not (self.role == "assistant" and self._says_something()):
             raise FieldError(f"{place}.content", f"{place}.content is missing: give text")
         for i, part in enumerate(self.content if isinstance(self.content, list) else []):
-            if part.type not in ("text", "refusal") or part.text is None or part.model_extra:
-                raise FieldError(
-                    f"{place}.content[{i}]",
-                    f"{place}.content[{i}] is of type {part.type[:40]!r}: only parts "
-                    '{"type": "text", "text": ...} are served',
-                )
+            part.check(f"{place}.content[{i}]")
 
     def _says_something(self) -> bool:
         return bool(self.tool_calls or self.reasoning_content or self.reasoning)
