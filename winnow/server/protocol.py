@@ -35,6 +35,17 @@ _UNION_BRANCH = re.compile(r"str|ListOf\[.*|list\[.*|<.*>")
 Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any whole number that an engine may take: longer ones cannot even be written in an error."""
 
+_WANTED = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "an object"),
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing_size"), "a whole number"),
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "an array",
+    "string_type": "a string",
+}
+"""For pydantic's kind of error, what the field takes."""
+
 _UNKNOWN = "unknown"
 _SHOWN_CHARACTERS = 80
 _BIAS_SCHEMA = {
@@ -240,8 +251,35 @@ def _field_error(error: ValidationError) -> FieldError:
     param = _path(place)
     if fault["type"] == "missing":
         return FieldError(param, f"{param} is missing: give it")
-    message = fault["msg"][0].lower() + fault["msg"][1:]
-    return FieldError(param, f"{param} is {shown(fault['input'])}: {message}")
+    # Branches of a union that came as far each say what they would have taken.
+    advice = dict.fromkeys(
+        _advice(f) for f in faults if f["loc"][:1] == first and _place(f) == place
+    )
+    return FieldError(
+        param,
+        f"{param} is {shown(fault['input'])}: {' or '.join(advice).replace(' or give ', ' or ')}",
+    )
+
+
+def _advice(fault: ErrorDetails) -> str:
+    """What to do about a fault, in our words: pydantic's are about Python."""
+    kind, context = fault["type"], fault.get("ctx", {})
+    if kind in _WANTED:
+        return f"give {_WANTED[kind]}"
+    match kind:
+        case "greater_than_equal":
+            return f"give at least {context['ge']}"
+        case "less_than_equal":
+            return f"give at most {context['le']}"
+        case "too_short":
+            return f"give at least {context['min_length']}, it holds {context['actual_length']}"
+        case "too_long":
+            return f"give at most {context['max_length']}"
+        case "literal_error":
+            return f"use {context['expected']}"
+        case "none_required":
+            return "it is served only as null, so remove it"
+    return fault["msg"][0].lower() + fault["msg"][1:]
 
 
 def _place(fault: ErrorDetails) -> list[str | int]:
