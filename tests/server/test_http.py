@@ -229,6 +229,15 @@ def test_models_names_the_model_and_its_length(server: Running) -> None:
     assert server.client.get("/v1/models/else").status_code == 404
 
 
+def test_head_is_answered_as_get_without_its_body(server: Running) -> None:
+    for path in ("/health", "/ready", "/metrics", "/v1/models", "/", "/page/app.js", "/nowhere"):
+        got, head = server.client.get(path), server.client.head(path)
+        assert head.status_code == got.status_code
+        assert head.content == b""
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert server.client.head("/v1/completions").status_code == 405
+
+
 def test_the_openapi_document_has_the_bodies_and_says_what_errors_are(server: Running) -> None:
     document = server.client.get("/openapi.json").json()
     names = set(document["components"]["schemas"])

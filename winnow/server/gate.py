@@ -70,7 +70,9 @@ class Gate:
     ) -> None:
         try:
             self._keys.check(scope["path"], headers.get(b"authorization"))
-            await self._app(scope, receive, send)
+            # Of an answer to HEAD, uvicorn sends the headers alone.
+            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(asked, receive, send)
         except ClientGoneError:
             record.error = "client_gone"
         except Exception as error:
