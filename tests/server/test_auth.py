@@ -57,6 +57,20 @@ def test_a_server_without_keys_is_open() -> None:
     ApiKeys([]).check("/v1/models", None)
 
 
+@pytest.mark.parametrize(
+    "origin",
+    ["foo", "", "https://", "https://a.example/", "https://A.example", "a.example:80", "**",
+     "https://a.example https://b.example", "null"],
+)  # fmt: skip
+def test_an_origin_that_no_browser_sends_is_refused_at_the_start(origin: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"--allow-origin is '.*as https://app\.example"):
+        ServerConfig(allow_origins=(origin,))
+
+
+def test_origins_and_a_star_are_taken() -> None:
+    ServerConfig(allow_origins=("*", "http://localhost:3000", "http://[::1]:8", "https://a.b"))
+
+
 @pytest.mark.parametrize("key", ["", " ", "a ", "schlüssel", "a\nb"])
 def test_a_key_that_no_header_can_carry_is_refused_at_the_start(key: str) -> None:
     with pytest.raises(UnsupportedError, match="API key"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from winnow.errors import UnsupportedError
 
 MAX_BODY_BYTES = 16 * 2**20
 """A prompt of a million tokens is about 5 MB as text and 7 MB as ids."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ class ServerConfig:
                 raise UnsupportedError(
                     "an API key is empty or holds characters that no header carries: use letters, "
                     "digits and punctuation"
+                )
+        for origin in self.allow_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise UnsupportedError(
+                    f"--allow-origin is {origin!r}, which no browser sends: give scheme, host and "
+                    "port alone in small letters, as https://app.example or http://localhost:3000, "
+                    "or * for any"
                 )
 
 
