@@ -176,8 +176,26 @@ def test_an_address_that_is_taken_is_a_sentence(tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = winnow("serve", tiny, "--port", str(port))
+    says = f"winnow: cannot listen on 127.0.0.1 port {port}, it is in use: end .* --port; 0 takes"
     assert result.status == 1
-    assert f"port {port}" in result.err
+    assert re.match(says, result.err), result.err
+
+
+def test_an_address_that_is_not_this_machines_is_a_sentence(tiny: Path) -> None:
+    result = winnow("serve", tiny, "--host", "203.0.113.9", "--port", "0")
+    assert result.status == 1
+    assert re.fullmatch(r"winnow: .*203.0.113.9 port 0, [^(]*: give --host an .*\n", result.err)
+
+
+def test_a_variable_for_a_key_that_is_empty_is_named_and_does_not_open_the_server(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINNOW_API_KEY", "")
+    result = winnow("serve", tiny, "--port", "0")
+    assert result.status == 1
+    assert result.err == (
+        "winnow: WINNOW_API_KEY is set and empty: put a key in it, or unset it to do without\n"
+    )
 
 
 def test_a_model_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

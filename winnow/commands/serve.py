@@ -120,6 +120,11 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     """Of the words, the environment and the file; never shown again."""
     keys = list(args.api_key)
     if KEY_VARIABLE in os.environ:
+        if not os.environ[KEY_VARIABLE]:
+            # Started open because a variable came out empty: the mistake nobody would notice.
+            raise UnsupportedError(
+                f"{KEY_VARIABLE} is set and empty: put a key in it, or unset it to do without"
+            )
         keys.append(os.environ[KEY_VARIABLE])
     if args.api_key_file is not None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import signal
@@ -26,6 +27,7 @@ from tqdm import tqdm
 from winnow.config import EngineConfig
 from winnow.engine.messages import Loading, ModelInfo
 from winnow.engine.text import load_tokenizer
+from winnow.errors import UnsupportedError
 from winnow.server.admission import Admission
 from winnow.server.app import build_app
 from winnow.server.client import EngineClient
@@ -51,7 +53,7 @@ def serve(model: str, engine: EngineConfig, config: ServerConfig, **build: Any) 
 
     `model` is a checkpoint's directory, or with `random=True` among the options of
     `winnow.engine.build.build_engine` a preset. PeerError with the engine's sentence where it
-    cannot be built, OSError for an address that cannot be had.
+    cannot be built, UnsupportedError for an address that cannot be had.
     """
 
     async def run() -> int:
@@ -208,9 +210,15 @@ def _listen(config: ServerConfig) -> socket.socket:
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=1024)
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot listen on {config.host} port {config.port}: {error.strerror}"
-        ) from None
+        where = f"cannot listen on {config.host} port {config.port}"
+        if error.errno == errno.EADDRINUSE:
+            why = "it is in use: end what listens there, or give another --port; 0 takes a free one"
+        elif error.errno == errno.EACCES:
+            why = "this user may not: give a --port from 1024, or 0 for a free one"
+        else:
+            reason = (error.strerror or str(error)).partition(" (")[0]
+            why = f"{reason}: give --host an address of this machine, or 0.0.0.0 for every one"
+        raise UnsupportedError(f"{where}, {why}") from None
 
 
 def _url(listener: socket.socket) -> str:
