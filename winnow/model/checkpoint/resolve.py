@@ -248,7 +248,7 @@ class _Resolver:
                 )
         if self.num_unused:
             logger.info(
-                "%s: %d activation scales (%s, %s) are not used: only weights are quantised",
+                "%s: activations keep the compute dtype, so %d scales for them (%s, %s) rest",
                 self.files.directory,
                 self.num_unused,
                 MODELOPT_NVFP4.unused,
