@@ -25,12 +25,21 @@ from winnow.errors import RequestError
 
 _ANY_OBJECT = '{"type": "object"}'
 _LOOSE_CHARACTER = r"(([^\"\\\r\n]))"
-"""What the library writes for a character of a JSON string whose length is bounded. JSON has no
-control characters there nor halves of a pair, and has escapes."""
-_JSON_CHARACTER = (
-    r'(([ !#-[\]-\uD7FF\uE000-\U0010FFFF]) | ("\\" [\"\\/bfnrt])'
-    r' | ("\\u" [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9]))'
-)
+"""What the library writes for a character of a JSON string whose length is bounded."""
+_CHARACTER_CLASS = r"[^\0-\x1f\"\\\r\n]"
+"""As JSON has it, and without escapes: of a repeated class the library knows beforehand how many
+characters each token has, of any other unit it tries the whole vocabulary at every token."""
+_JSON_CHARACTER = f"(({_CHARACTER_CLASS}))"
+_LOOSE_STRING = re.compile(r'"\\"" \w+\{([01]), -1\} "\\""')
+_STRING_REST = {"0": "winnow_rest", "1": "winnow_some"}
+_STRING_RULES = rf"""
+winnow_some ::= {_CHARACTER_CLASS} winnow_rest | "\\" winnow_escape winnow_rest
+winnow_rest ::= ("\"" | {_CHARACTER_CLASS} winnow_rest | "\\" winnow_escape winnow_rest)
+  (=([ \n\r\t]* [,}}\]:]))
+winnow_escape ::= [\"\\/bfnrt] | "u" [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9]
+"""
+"""A string that need only not be empty counts nothing, so that it may have escapes. What follows it
+in JSON is said in (=...), or tokens that hold its end are tried one by one."""
 _TOKEN_SECONDS = 0.005
 _DEBT_SECONDS = 0.1
 """A token's place in a grammar takes microseconds, but some take ever longer, as nested repeats do.
@@ -214,7 +223,9 @@ def _grammar(constraint: Constraint) -> xgrammar.Grammar:
     notation = str(grammar)
     if _LOOSE_CHARACTER not in notation:
         return grammar
-    return xgrammar.Grammar.from_ebnf(notation.replace(_LOOSE_CHARACTER, _JSON_CHARACTER))
+    notation = notation.replace(_LOOSE_CHARACTER, _JSON_CHARACTER)
+    notation = _LOOSE_STRING.sub(lambda m: f'"\\"" {_STRING_REST[m[1]]}', notation)
+    return xgrammar.Grammar.from_ebnf(notation + _STRING_RULES)
 
 
 def _bits(ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.int32]:
