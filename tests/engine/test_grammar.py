@@ -306,7 +306,22 @@ def test_a_grammar_that_takes_ever_longer_ends_its_own_request_only(engine: Engi
         (Constraint("regex", "(a"), "the regex cannot be used: .*parenthesis is not closed"),
         (Constraint("json_schema", "{"), "Failed to parse JSON"),
         (schema({"type": "strin"}), 'Unsupported type "strin"'),
-        (schema({"$ref": "#/nowhere"}), "Cannot find field 'nowhere'"),
+        (
+            schema({"$ref": "#/nowhere"}),
+            r"schema\.\$ref is '#/nowhere', which is not in",
+        ),
+        (schema({"items": {"not": {}}}), r"schema\.items\.not is not enforced while decoding"),
+        (schema({"allOf": 5}), "allOf must be an array"),
+        (Constraint("regex", "(?=a)b"), "the regex looks around itself"),
+        (
+            Constraint(
+                "structural_tag",
+                json.dumps(
+                    {"format": {"type": "json_schema", "json_schema": {"not": {"type": "null"}}}}
+                ),
+            ),
+            r"schema\.not is not enforced",
+        ),
         (Constraint("structural_tag", "{}"), "must have a format"),
     ],
 )
@@ -318,6 +333,14 @@ def test_a_wrong_constraint_is_refused_with_the_reason_in_one_sentence(
     assert "\n" not in str(error.value)
     assert ".cc:" not in str(error.value)
     assert not engine.has_work
+
+
+def test_a_refused_schema_says_nothing_on_the_terminal(
+    compiler: GrammarCompiler, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RequestError):
+        compiler.compile(schema({"allOf": [{"type": "object"}, {"type": "object"}]}))
+    assert capfd.readouterr() == ("", "")
 
 
 def takes(compiler: GrammarCompiler, wanted: Any, text: str) -> bool:

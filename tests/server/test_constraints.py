@@ -14,7 +14,7 @@ from winnow.errors import RequestError
 from winnow.server.chat_request import ChatRequest
 from winnow.server.completion_request import CompletionRequest
 from winnow.server.constraints import chat_constraint, completion_constraint
-from winnow.server.protocol import parse
+from winnow.server.protocol import FieldError, parse
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -199,7 +199,7 @@ def test_reasoning_comes_before_the_answer_as_the_mode_says(
             [{"x": "1.", "name": "abcd"}, {"name": "abc"}],
         ),
         ({"type": "object"}, [{}, {"any": {"thing": [1, "x"]}}], ["text"]),
-        (None, [{}, {"any": "thing"}], ["text"]),
+        (None, [{}], ["text", {"any": "thing"}]),
         ({"type": "object", "properties": {}}, [{}], [{"a": 1}]),
         (
             {
@@ -291,6 +291,54 @@ def check(name: str, arguments: dict[str, Any]) -> None:
         for place in (arguments["where"], *arguments["more"]):
             assert isinstance(place["x"], int | float)
             assert isinstance(place.get("name", ""), str)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"allOf": [{"type": "object"}, {"type": "object"}]}, "allOf"),
+        ({"properties": {"a": {"not": {"type": "null"}}}}, "properties.a.not"),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "x"}}},
+            "$defs.b.type",
+        ),
+    ],
+)
+def test_a_schema_of_the_answer_that_cannot_be_enforced_is_refused_by_its_place(
+    schema: Any, place: str
+) -> None:
+    place = f"response_format.json_schema.schema.{place}"
+    with pytest.raises(FieldError) as error:
+        constraint(response_format=json_format(schema))
+    assert error.value.param == place
+    assert str(error.value).startswith(f"{place} ")
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": {"type": "objekt"}}}, ".properties.a.type"),
+        ({"properties": {"a": {"$ref": "#/$defs/no"}}}, ".properties.a.$ref"),
+        ({"type": "string"}, ""),
+        ({"enum": ["a"]}, ""),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused_by_their_place(schema: Any, place: str) -> None:
+    tools = [tool("nothing", {"type": "object", "properties": {}}), tool("f", schema)]
+    with pytest.raises(FieldError) as error:
+        constraint(tools=tools)
+    assert error.value.param == f"tools[1].function.parameters{place}"
+    assert str(error.value).startswith(f"{error.value.param} ")
+
+
+def test_parameters_that_calls_do_not_enforce_are_taken(walker: Walker) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "not": {"const": "Oslo"}}},
+        "required": ["city", "unlisted"],
+    }
+    grammar = constraint(tools=[tool("weather", schema)], tool_choice="required")
+    assert walker.accepts(grammar, block(weather()))
 
 
 @pytest.mark.parametrize("name", ["", "a<b", "a>b", "/a", "x" * 2000])

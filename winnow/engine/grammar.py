@@ -7,10 +7,11 @@ constraint names; the model's end tokens are where the text may end.
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from time import thread_time
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import xgrammar
 
 from winnow.config import Constraint
+from winnow.engine.schemas import left_out_of_pattern, unserved
 from winnow.engine.text import Tokenizer
 from winnow.errors import RequestError
 
@@ -80,9 +82,10 @@ class GrammarCompiler:
     def compile(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
         """The grammar of a constraint; how long it takes is up to whoever wrote it.
 
-        RequestError with the library's reason for a text that is no schema, pattern or tag, or
-        uses what is not served.
+        RequestError with the library's reason for a text that is no schema, pattern or tag, and
+        for one of which the grammar would leave out a part.
         """
+        _refuse_left_out(constraint)
         try:
             return self._compiler.compile_grammar(_grammar(constraint))
         # The library has classes for some kinds of fault and plain RuntimeError for most.
@@ -203,6 +206,35 @@ class Matcher:
         except RuntimeError as error:
             raise RequestError(f"the grammar cannot go on: {_reason(error)}") from error
         self._bits &= self._permitted
+
+
+def _refuse_left_out(constraint: Constraint) -> None:
+    """RequestError for words that the library would read over, with a warning or without."""
+    if constraint.kind == "json_object":
+        return
+    if constraint.kind == "regex":
+        if says := left_out_of_pattern(constraint.text):
+            raise RequestError(f"the regex {says}")
+        return
+    try:
+        parsed = json.loads(constraint.text)
+    except (ValueError, RecursionError):
+        return  # the library says where it is no JSON
+    for schema in [parsed] if constraint.kind == "json_schema" else _schemas_of(parsed):
+        if fault := unserved(schema):
+            raise RequestError(f"the json_schema cannot be used: schema{fault.place} {fault.says}")
+
+
+def _schemas_of(tag: Any) -> Iterator[Any]:
+    """The JSON schemas in a structural tag."""
+    waiting = [tag]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            yield part.get("json_schema")
+            waiting += [part.get(word) for word in ("format", "content", "elements", "tags")]
 
 
 def _grammar(constraint: Constraint) -> xgrammar.Grammar:

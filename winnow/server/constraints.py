@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from winnow.config import Constraint
+from winnow.engine.schemas import Fault, senseless, unserved
 from winnow.errors import RequestError
 from winnow.server.chat_request import ChatRequest, Function, NamedChoice
 from winnow.server.m3_format import (
@@ -21,11 +22,14 @@ from winnow.server.m3_format import (
     THINK_END,
 )
 from winnow.server.m3_grammar import MAX_ELEMENTS, Format, arguments_format
+from winnow.server.m3_schema import Shape
 from winnow.server.protocol import FieldError, Generation, ResponseFormat
 
 _MAX_SPACE = 10
 """Characters of white space in a row in JSON: without a limit a model may write nothing else."""
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_PLACE_CHARACTERS = 200
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _STRAY_TAGS = [BLOCK_END, INVOKE_BEGIN, INVOKE_END]
 
 
@@ -63,6 +67,8 @@ def _json_format(wanted: ResponseFormat | None) -> Format | None:
     schema: Any = {"type": "object"}
     if wanted.json_schema is not None:
         schema = wanted.json_schema.body
+        if fault := unserved(schema) or senseless(schema):
+            raise _refusal("response_format.json_schema.schema", fault)
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_SPACE}
 
 
@@ -94,7 +100,12 @@ def _many(request: ChatRequest) -> bool:
 
 
 def _invoke(function: Function, place: int, share: int) -> Format:
-    schema = {"type": "object"} if function.parameters is None else function.parameters
+    schema = _NO_ARGUMENTS if function.parameters is None else function.parameters
+    whole = f"tools[{place}].function.parameters"
+    if fault := senseless(schema):
+        raise _refusal(whole, fault)
+    if "object" not in Shape.of(schema).kinds:
+        raise FieldError(whole, f"{whole} allows no object: arguments are one, so give an object")
     try:
         arguments = arguments_format(schema, share)
     except RequestError as error:
@@ -114,6 +125,12 @@ def _reasoning(thinking_mode: str) -> list[Format]:
         return [reasoning]
     none: Format = {"type": "const_string", "value": THINK_END}
     return [{"type": "optional", "content": {"type": "or", "elements": [reasoning, none]}}]
+
+
+def _refusal(whole: str, fault: Fault) -> FieldError:
+    """The error for a fault in a schema, by the schema's place in the body."""
+    place = f"{whole}{fault.place}"[:_PLACE_CHARACTERS]
+    return FieldError(place, f"{place} {fault.says}")
 
 
 def _constraint(elements: list[Format]) -> Constraint:

@@ -6,8 +6,10 @@ reading of the call format, style minimax_m3_xml. It allows no more than the sch
 - What the schema leaves open may be any elements or text: values without a kind, objects without
   `properties`, and what follows the listed properties where `additionalProperties` is not false
   but given. The names in it are the model's: they may be repeated, or closed by another.
-- `pattern`, `format`, `minLength`, `maxLength` and `multipleOf` are not enforced: a string ends
-  where the next tag begins. Of schemas that nest deep or contain themselves, only the outer levels.
+- `pattern`, `format`, `minLength`, `maxLength`, `multipleOf`, `patternProperties`,
+  `propertyNames`, `minProperties`, `maxProperties` and all words that `winnow.engine.schemas`
+  refuses are not enforced: a string ends where the next tag begins. Of schemas that nest deep or
+  contain themselves, only the outer levels.
 
 It allows less in this: properties come in the order of the schema, and where it lists some and
 does not speak of others, there are no others.

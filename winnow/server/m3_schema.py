@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Self
 
+from winnow.engine.schemas import MISSING, resolve
+
 KINDS = frozenset(("null", "boolean", "number", "string", "array", "object"))
 _MAX_DEPTH = 16
 """References and combinations followed for one value; a circle of them ends here."""
@@ -153,16 +155,8 @@ def _resolve(reference: Any, root: Any) -> Any:
     """What a JSON pointer into the same document names; any value for every other reference."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return _ANY
-    target = root
-    for step in reference[1:].split("/")[1:]:
-        key = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
-            target = target[int(key)]
-        elif isinstance(target, Mapping) and key in target:
-            target = target[key]
-        else:
-            return _ANY
-    return target
+    target = resolve(reference, root)
+    return _ANY if target is MISSING else target
 
 
 def _type_words(schema: Mapping[str, Any]) -> list[str]:
