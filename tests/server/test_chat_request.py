@@ -74,6 +74,22 @@ def test_a_call_without_arguments_may_say_so_in_any_way(arguments: str) -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "custom", "custom": {"name": "f"}},
+        {"type": "web_search", "search_context_size": "low"},
+    ],
+)
+def test_a_tool_that_is_no_function_is_refused_for_its_type(tool: Any) -> None:
+    with pytest.raises(FieldError, match="only tools of type function are served") as caught:
+        chat(tools=[{"type": "function", "function": {"name": "f"}}, tool])
+    assert caught.value.param == "tools[1].type"
+    with pytest.raises(FieldError, match="only tools of type function are served") as caught:
+        chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=tool)
+    assert caught.value.param == "tool_choice.type"
+
+
 @pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "null", "[" * 5000, "9" * 5000])
 def test_arguments_that_are_no_object_are_refused_by_place(arguments: str) -> None:
     with pytest.raises(FieldError, match=r"messages\[0\].tool_calls\[0\].function.arguments is no"):

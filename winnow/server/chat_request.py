@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from winnow.server.protocol import FieldError, Generation, ListOf, Part, Whole
+from winnow.server.protocol import FieldError, FunctionPart, Generation, ListOf, Part, Whole
 from winnow.server.template import THINKING_MODES
 from winnow.server.tool_results import in_call_order
 
@@ -139,7 +139,7 @@ class Function(Part):
     """Arguments are decoded under their schema with it or without."""
 
 
-class Tool(Part):
+class Tool(FunctionPart):
     """An entry of `tools`."""
 
     type: Literal["function"]
@@ -150,7 +150,7 @@ class NamedFunction(Part):
     name: str
 
 
-class NamedChoice(Part):
+class NamedChoice(FunctionPart):
     """A `tool_choice` that names the function to call."""
 
     type: Literal["function"]

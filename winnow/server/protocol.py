@@ -47,6 +47,7 @@ _WANTED = {
 """For pydantic's kind of error, what the field takes."""
 
 _UNKNOWN = "unknown"
+_OTHER_TYPE = "other_type"
 _SHOWN_CHARACTERS = 80
 _BIAS_SCHEMA = {
     "type": "object",
@@ -81,6 +82,18 @@ class Part(BaseModel):
                     raise PydanticCustomError(
                         _UNKNOWN, "{advice}", {"name": name[:_SHOWN_CHARACTERS], "advice": advice}
                     )
+        return values
+
+
+class FunctionPart(Part):
+    """Base of what is served of type function alone; what other types have is not looked at."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_types(cls, values: Any) -> Any:
+        kind = values.get("type") if isinstance(values, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise PydanticCustomError(_OTHER_TYPE, "{type}", {"type": _shown(kind)})
         return values
 
 
@@ -248,6 +261,13 @@ def _field_error(error: ValidationError) -> FieldError:
     if fault["type"] == _UNKNOWN:
         param = _path([*place, fault["ctx"]["name"]])
         return FieldError(param, f"there is no field {param}: {fault['ctx']['advice']}")
+    if fault["type"] == _OTHER_TYPE:
+        param = _path([*place, "type"])
+        return FieldError(
+            param,
+            f"{param} is {fault['ctx']['type']}: only tools of type function are served, so give a "
+            "function or remove it",
+        )
     param = _path(place)
     if fault["type"] == "missing":
         return FieldError(param, f"{param} is missing: give it")
