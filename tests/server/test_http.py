@@ -95,6 +95,42 @@ def test_token_ids_are_a_prompt(server: Running) -> None:
     assert server.engine.submitted[-1][0] == (5, 6, 7)
 
 
+FORMAT = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": FORMAT}, "response_format"),
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": TOOLS, "response_format": FORMAT}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "none", "response_format": FORMAT}, "response_format"),
+    ],
+)
+def test_what_is_wrong_with_a_grammar_is_said_of_the_field_it_came_from(
+    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], field: str
+) -> None:
+    for said in ("the structural_tag takes over 2 s to compile", "the grammar takes 9 ms a token"):
+        monkeypatch.setattr(server.serving.grammars, "refusal", RequestError(said))
+        response = server.post("/v1/chat/completions", chat_body(**fields))
+        assert response.status_code == 400
+        body = error(response)
+        assert body["param"] == field
+        assert body["message"].startswith(f"the grammar of {field} takes ")
+
+
+@pytest.mark.parametrize(("name", "value"), [("min_tokens", 5), ("ignore_eos", True)])
+def test_what_contradicts_a_grammar_is_said_of_the_fields(
+    server: Running, name: str, value: Any
+) -> None:
+    wanted = chat_body(response_format=FORMAT, **{name: value})
+    response = server.post("/v1/chat/completions", wanted)
+    body = error(response)
+    assert (response.status_code, body["param"]) == (400, name)
+    assert body["message"].startswith(f"{name} is {str(value).lower()} beside response_format,")
+
+
 def test_parameters_reach_the_engine(server: Running) -> None:
     fields = {"temperature": 0.5, "top_k": 7, "stop": ["x"], "max_completion_tokens": 2}
     server.post("/v1/chat/completions", chat_body(**fields))

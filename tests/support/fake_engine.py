@@ -133,7 +133,12 @@ class FakeEngine:
 
 
 class FakeGrammars:
-    """Compiles nothing."""
+    """Compiles nothing, or raises `refusal`."""
+
+    def __init__(self) -> None:
+        self.refusal: Exception | None = None
 
     async def compile(self, constraint: Constraint) -> bytes:
+        if self.refusal is not None:
+            raise self.refusal
         return constraint.text.encode()

@@ -5,13 +5,15 @@ What the chunks and bodies say is the business of the choices and chunks that it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from winnow.config import Constraint
 from winnow.engine.output import Output, Usage
-from winnow.errors import CapacityError
+from winnow.errors import CapacityError, RequestError
+from winnow.server.constraints import constraining_field
 from winnow.server.exchange import Call
 from winnow.server.failures import ApiError
 from winnow.server.generate import Job, generate
@@ -22,6 +24,10 @@ from winnow.server.stream import DONE, framed
 NewsT = TypeVar("NewsT")
 _OutT_co = TypeVar("_OutT_co", covariant=True)
 _InT_contra = TypeVar("_InT_contra", contravariant=True)
+
+
+_COMPILER_WORDS = re.compile(r"^the (structural_tag|grammar)\b")
+"""How the compiler calls what it was given; a client knows fields."""
 
 
 class Choice(Protocol[_OutT_co]):
@@ -60,7 +66,7 @@ async def jobs_of(
     """
     serving = call.serving
     call.held.extend_to(len(prompts) * request.num_choices)
-    grammar = None if constraint is None else await _grammar(call, constraint)
+    grammar = None if constraint is None else await _grammar(call, request, constraint)
     return [
         Job(
             prompt,
@@ -81,10 +87,21 @@ async def jobs_of(
     ]
 
 
-async def _grammar(call: Call, constraint: Constraint) -> bytes:
+async def _grammar(call: Call, request: Generation, constraint: Constraint) -> bytes:
     call.serving.text()  # without a tokenizer there is nothing that a grammar could be about
+    field = constraining_field(request)
+    for name in ("min_tokens", "ignore_eos"):
+        if value := getattr(request, name):
+            raise FieldError(
+                name,
+                f"{name} is {str(value).lower()} beside {field}, whose grammar decides where the "
+                "answer ends: give only one",
+            )
     try:
         return await call.serving.grammars.compile(constraint)
+    except RequestError as error:
+        reason = _COMPILER_WORDS.sub(f"the grammar of {field}", str(error), count=1)
+        raise FieldError(field, reason) from None
     except CapacityError as error:
         raise ApiError(
             429, str(error), code="grammar_queue_full", headers={"retry-after": "2"}

@@ -61,6 +61,12 @@ def completion_constraint(request: Generation) -> Constraint | None:
     return None if answer is None else _constraint([answer])
 
 
+def constraining_field(request: Generation) -> str:
+    """The field that an answer has its grammar from, for errors: `tools` where both have one."""
+    tools = isinstance(request, ChatRequest) and request.functions_to_call
+    return "tools" if tools else "response_format"
+
+
 def _json_format(wanted: ResponseFormat | None) -> Format | None:
     if wanted is None or wanted.type == "text":
         return None
