@@ -227,6 +227,34 @@ def test_a_special_token_that_the_constraint_names_is_allowed_where_it_is_named(
     assert role in ids
 
 
+@pytest.mark.parametrize("length", [{}, {"maxLength": 300}, {"minLength": 1}])
+@pytest.mark.parametrize("before", ["", "reasoning</mm:think>"])
+def test_a_marker_is_no_token_of_a_json_string(
+    engine: Engine, length: dict[str, int], before: str
+) -> None:
+    assert engine.tokenizer is not None
+    marker = engine.tokenizer.token_id("</mm:think>")
+    assert marker is not None
+    wanted = {"properties": {"a": {"type": "string", **length}}, "required": ["a"]}
+    answer: dict[str, Any] = {"type": "json_schema", "json_schema": wanted}
+    if before:
+        text = {"type": "any_text", "excludes": ["<mm:think>"]}
+        tag = {"type": "tag", "begin": "", "content": text, "end": "</mm:think>"}
+        answer = {"type": "sequence", "elements": [tag, answer]}
+    constraint = Constraint("structural_tag", json.dumps({"format": answer}))
+    matcher = engine.grammars().matcher(constraint)
+    ids = engine.tokenizer.encode(f'{before}{{"a": "</x', add_special=False)
+    assert (marker in ids) == bool(before)
+    for place, token in enumerate(ids):
+        assert token in allowed(matcher), place
+        matcher.accept(token)
+        assert marker not in allowed(matcher) or "{" not in engine.tokenizer.decode(
+            ids[: place + 1]
+        )
+    with pytest.raises(RequestError, match="does not continue"):
+        matcher.accept(engine.tokenizer.encode("\n", add_special=False)[0])
+
+
 def sentencepiece() -> Tokenizer:
     pieces = ["<unk>", "▁", "▁a", "a", "b", "▁b", '{"', '":', "}", "1", "é"]
     pieces += [f"<0x{b:02X}>" for b in (0x0A, 0xC3, 0xA9, 0xA8)]

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from time import thread_time
 from typing import Any
 
@@ -65,8 +66,9 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         stops = frozenset(stop_ids)
         known = range(min(vocab_size, tokenizer.vocab_size))
+        texts = [b"" if i in stops else tokenizer.token_bytes(i) for i in known]
         self._info = xgrammar.TokenizerInfo(
-            [b"" if i in stops else tokenizer.token_bytes(i) for i in known],
+            texts,
             xgrammar.VocabType.RAW,
             vocab_size=vocab_size,
             stop_token_ids=list(stops),
@@ -74,6 +76,9 @@ class GrammarCompiler:
         special = [i for i in known if i in tokenizer.special_ids and i not in stops]
         self._special = {i: tokenizer.token(i) or "" for i in special}
         self._stops = _bits(stops, vocab_size)
+        markers = _bits((i for i in known if i in tokenizer.marker_ids), vocab_size)
+        ids = {text: i for i, text in enumerate(texts) if text in (b"\n", b"a")}
+        self._strings = _Strings(markers, ids.get(b"a"), ids.get(b"\n"))
         self._plain = _bits(range(vocab_size), vocab_size) & ~_bits(special, vocab_size)
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         self._kept: OrderedDict[Constraint, xgrammar.CompiledGrammar] = OrderedDict()
@@ -113,7 +118,7 @@ class GrammarCompiler:
             self._kept_bytes -= oldest.memory_size_bytes
         named = [i for i, text in self._special.items() if text in constraint.text]
         permitted = self._plain | _bits(named, self.vocab_size)
-        return Matcher(grammar, permitted, self._stops)
+        return Matcher(grammar, permitted, self._stops, self._strings)
 
 
 def try_out(matcher: Matcher) -> None:
@@ -142,6 +147,26 @@ def dump(grammar: xgrammar.CompiledGrammar) -> bytes:
     return zlib.compress(text, level=1)
 
 
+@dataclass(frozen=True)
+class _Strings:
+    """How the inside of a JSON string is told: a letter may come there, a line break may not.
+
+    A token that marks a place in a format, as the end of reasoning, is none there. Its text may be
+    written by other tokens, and is text then.
+    """
+
+    markers: npt.NDArray[np.int32]
+    letter: int | None
+    line_break: int | None
+
+    def forbid_markers(self, bits: npt.NDArray[np.int32]) -> None:
+        """Take the markers out of the tokens that may come next, where these are of a string."""
+        if self.letter is None or self.line_break is None:
+            return
+        if _has(bits, self.letter) and not _has(bits, self.line_break):
+            bits &= ~self.markers
+
+
 class Matcher:
     """Where one answer stands in its grammar.
 
@@ -154,12 +179,14 @@ class Matcher:
         grammar: xgrammar.CompiledGrammar,
         permitted: npt.NDArray[np.int32],
         stops: npt.NDArray[np.int32],
+        strings: _Strings,
     ) -> None:
         """`permitted` are the tokens that any grammar may use, `stops` the end tokens, as bits."""
         self.grammar = grammar
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._permitted = permitted
         self._stops = stops
+        self._strings = strings
         self._bits = np.zeros_like(permitted)
         self._debt_s = 0.0
         self.allowed = torch.from_numpy(self._bits)
@@ -206,6 +233,11 @@ class Matcher:
         except RuntimeError as error:
             raise RequestError(f"the grammar cannot go on: {_reason(error)}") from error
         self._bits &= self._permitted
+        self._strings.forbid_markers(self._bits)
+
+
+def _has(bits: npt.NDArray[np.int32], token: int) -> bool:
+    return bool(int(bits[token // 32]) >> token % 32 & 1)
 
 
 def _refuse_left_out(constraint: Constraint) -> None:

@@ -49,9 +49,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        marked = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        added = backend.get_added_tokens_decoder()
+        marked = {i for i, t in added.items() if t.special}
         named = (backend.token_to_id(text) for text in special)
         self.special_ids = frozenset(marked.union(i for i in named if i is not None))
+        self.marker_ids = frozenset(added) - self.special_ids
+        """Tokens that mark a place in a format and are text all the same."""
         self.byte_level, self.byte_fallback = _decoder_kind(backend)
 
     @property
