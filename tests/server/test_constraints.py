@@ -150,8 +150,14 @@ def test_an_answer_without_tools_or_format_is_free() -> None:
         ),
         (
             {"response_format": json_format()},
-            ['{"ok": true}', '{\n  "ok": false\n}', block(weather())],
-            ["text", '{"ok": 1}', block(weather()) + '{"ok": true}'],
+            ['{"ok": true}', '{"ok": false}', block(weather())],
+            [
+                "text",
+                '{"ok": 1}',
+                '{\n  "ok": false\n}',
+                '{"ok":true}',
+                block(weather()) + '{"ok": true}',
+            ],
         ),
     ],
     ids=["auto", "auto, one call", "required", "named", "auto or JSON"],

@@ -9,6 +9,7 @@ import numpy as np
 import xgrammar
 
 from winnow.config import Constraint
+from winnow.engine.grammar import _grammar
 
 
 class Walker:
@@ -25,8 +26,7 @@ class Walker:
         self._compiler = xgrammar.GrammarCompiler(info)
 
     def _matcher(self, constraint: Constraint) -> xgrammar.GrammarMatcher:
-        assert constraint.kind == "structural_tag"
-        return xgrammar.GrammarMatcher(self._compiler.compile_structural_tag(constraint.text))
+        return xgrammar.GrammarMatcher(self._compiler.compile_grammar(_grammar(constraint)))
 
     def accepts(self, constraint: Constraint, text: str) -> bool:
         """Whether the whole text is one of the grammar."""

@@ -252,21 +252,42 @@ def _refuse_left_out(constraint: Constraint) -> None:
         parsed = json.loads(constraint.text)
     except (ValueError, RecursionError):
         return  # the library says where it is no JSON
-    for schema in [parsed] if constraint.kind == "json_schema" else _schemas_of(parsed):
+    is_schema = constraint.kind == "json_schema"
+    for schema in [parsed] if is_schema else [f.get("json_schema") for f in _formats_of(parsed)]:
         if fault := unserved(schema):
             raise RequestError(f"the json_schema cannot be used: schema{fault.place} {fault.says}")
 
 
-def _schemas_of(tag: Any) -> Iterator[Any]:
-    """The JSON schemas in a structural tag."""
+def _formats_of(tag: Any) -> Iterator[dict[str, Any]]:
+    """The formats in a structural tag; each may be changed once it has come."""
     waiting = [tag]
     while waiting:
         part = waiting.pop()
         if isinstance(part, list):
             waiting += part
         elif isinstance(part, dict):
-            yield part.get("json_schema")
             waiting += [part.get(word) for word in ("format", "content", "elements", "tags")]
+            yield part
+
+
+def _with_json_written_out(text: str) -> str:
+    """A structural tag whose JSON is written as that of a schema alone is."""
+    tag = json.loads(text)
+    for part in _formats_of(tag):
+        if part.get("type") == "json_schema" and part.get("style", "json") == "json":
+            schema = json.dumps(part.get("json_schema"), ensure_ascii=False)
+            part.clear()
+            part |= {"type": "grammar", "grammar": str(_json_grammar(schema))}
+    return json.dumps(tag, ensure_ascii=False)
+
+
+def _json_grammar(schema: str, *, strict: bool = True) -> xgrammar.Grammar:
+    """JSON of a schema, on one line and with one way to write it.
+
+    Between parts, a model at a loss could write white space for ever. Unless `strict`, objects
+    have more than what they list.
+    """
+    return xgrammar.Grammar.from_json_schema(schema, any_whitespace=False, strict_mode=strict)
 
 
 def _grammar(constraint: Constraint) -> xgrammar.Grammar:
@@ -276,14 +297,11 @@ def _grammar(constraint: Constraint) -> xgrammar.Grammar:
         case "regex":
             return xgrammar.Grammar.from_regex(text)
         case "structural_tag":
-            grammar = xgrammar.Grammar.from_structural_tag(text)
+            grammar = xgrammar.Grammar.from_structural_tag(_with_json_written_out(text))
         case "json_schema":
-            # One way to write it: between parts, a model at a loss could write spaces for ever.
-            grammar = xgrammar.Grammar.from_json_schema(text, any_whitespace=False)
+            grammar = _json_grammar(text)
         case _:
-            grammar = xgrammar.Grammar.from_json_schema(
-                _ANY_OBJECT, any_whitespace=False, strict_mode=False
-            )
+            grammar = _json_grammar(_ANY_OBJECT, strict=False)
     notation = str(grammar)
     if _LOOSE_CHARACTER not in notation:
         return grammar

@@ -25,8 +25,6 @@ from winnow.server.m3_grammar import MAX_ELEMENTS, Format, arguments_format
 from winnow.server.m3_schema import Shape
 from winnow.server.protocol import FieldError, Generation, ResponseFormat
 
-_MAX_SPACE = 10
-"""Characters of white space in a row in JSON: without a limit a model may write nothing else."""
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _PLACE_CHARACTERS = 200
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -75,7 +73,7 @@ def _json_format(wanted: ResponseFormat | None) -> Format | None:
         schema = wanted.json_schema.body
         if fault := unserved(schema) or senseless(schema):
             raise _refusal("response_format.json_schema.schema", fault)
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_SPACE}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _text_with(block: Format, request: ChatRequest) -> Format:
