@@ -93,7 +93,7 @@ class FunctionPart(Part):
     def _refuse_other_types(cls, values: Any) -> Any:
         kind = values.get("type") if isinstance(values, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise PydanticCustomError(_OTHER_TYPE, "{type}", {"type": _shown(kind)})
+            raise PydanticCustomError(_OTHER_TYPE, "{type}", {"type": shown(kind)})
         return values
 
 
