@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from winnow import LLM, SamplingParams
+from winnow.engine.turns import Turns
 from winnow.errors import RequestError
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -79,3 +82,47 @@ def test_threads_get_the_answers_that_each_gets_alone(llm: LLM) -> None:
         for answer in (generated, streamed):
             assert list(pool.map(answer, prompts)) == wanted
     assert not llm._mail
+
+
+def test_a_stream_that_is_collected_within_a_step_is_ended_after_it(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector may close it at any moment, of this thread too."""
+    llm = LLM(str(tiny), progress=False, num_pages=16)
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    whole = llm.generate("Hello", params)
+    streams = [llm.stream("Good morning", params)]
+    next(streams[0])
+    run = llm.engine.runner.run
+
+    def collects(*args: Any) -> Any:
+        streams.clear()
+        return run(*args)
+
+    monkeypatch.setattr(llm.engine.runner, "run", collects)
+    assert [c.token_ids for c in llm.generate("Hello", params)] == [c.token_ids for c in whole]
+    assert not llm.engine.has_work
+    assert not llm._mail
+
+
+def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
+    turns, order = Turns(), []
+
+    def take(name: int) -> None:
+        with turns:
+            order.append(name)
+
+    threads = [threading.Thread(target=take, args=(name,)) for name in range(5)]
+    with turns:
+        assert not turns.take_at_once()
+        for asked, thread in enumerate(threads, start=1):
+            thread.start()
+            while len(turns._queue) < asked:
+                pass
+    with turns:
+        # Whoever asks again at once comes after those that wait.
+        order.append(5)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4, 5]
+    assert turns.take_at_once()

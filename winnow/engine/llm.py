@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from threading import RLock
 from typing import Any
 
 from winnow.config import EngineConfig, SamplingParams
 from winnow.engine.build import build_engine
 from winnow.engine.output import Output, Usage
+from winnow.engine.turns import Turns
 from winnow.errors import RequestError, WinnowError
 from winnow.ops.sample import Logprobs
 
@@ -57,7 +58,10 @@ class LLM:
         )
         self._ids = count()
         self._mail: dict[str, deque[Output]] = {}
-        self._lock = RLock()
+        self._turns = Turns()
+        """At the engine and the mail, which are one thread's at a time, a step long."""
+        self._left: deque[str] = deque()
+        """Requests that nobody reads any more, to be ended by whoever has the turn."""
 
     def generate(
         self,
@@ -92,8 +96,7 @@ class LLM:
                 while not parts or parts[-1].finish_reason is None:
                     parts.append(self._next_output(request_id))
         finally:
-            for request_id in outputs:
-                self._drop(request_id)
+            self._leave(outputs)
         return [_merge(parts) for parts in outputs.values()]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
@@ -118,24 +121,44 @@ class LLM:
                 if output.finish_reason is not None:
                     return
         finally:
-            self._drop(request_id)
+            self._leave([request_id])
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
-        with self._lock:
+        with self._turn():
             self.engine.add(request_id, prompt, params)
             self._mail[request_id] = deque()
 
     def _next_output(self, request_id: str) -> Output:
         """The next output of a request; steps the engine, which may serve others meanwhile."""
         while True:
-            with self._lock:
+            with self._turn():
                 if self._mail[request_id]:
                     return self._mail[request_id].popleft()
                 for output in self.engine.step():
                     self._mail[output.request_id].append(output)
 
-    def _drop(self, request_id: str) -> None:
-        with self._lock:
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._turns:
+            self._end_left()
+            try:
+                yield
+            finally:
+                self._end_left()
+
+    def _leave(self, request_ids: Iterable[str]) -> None:
+        """End requests if they have not ended. Waits for nobody: a stream that is thrown away is
+        closed by the collector, perhaps within a step of this very thread."""
+        self._left.extend(request_ids)
+        if self._turns.take_at_once():
+            try:
+                self._end_left()
+            finally:
+                self._turns.end()
+
+    def _end_left(self) -> None:
+        while self._left:
+            request_id = self._left.popleft()
             self.engine.abort(request_id)
             self._mail.pop(request_id, None)
 
