@@ -62,7 +62,10 @@ class Part:
 
 def parts(peers: Path | None = None) -> list[Part]:
     """All, in the order in which they run."""
-    return [*timed(peers), *checks_of_ops(), *checks_of_engines(), *same_choices(), *under_tools()]
+    return [
+        *timed(peers), *checks_of_ops(), *checks_of_engines(), *same_choices(),
+        Part("serve", "serve", ("benchmarks/gpu_serve.py",), 150), *under_tools(),
+    ]  # fmt: skip
 
 
 def timed(peers: Path | None) -> list[Part]:
@@ -151,7 +154,8 @@ def run(
         output.flush()
         # A part alone has all cores; several that start a thread a core each stand in their way.
         env = {} if len(stage) == 1 else {"OMP_NUM_THREADS": threads}
-        own = {**os.environ, **env, **dict(part.env), "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        own = {**os.environ, **env, **dict(part.env), "PYTHONPATH": path}
         process = subprocess.Popen(
             command, cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
