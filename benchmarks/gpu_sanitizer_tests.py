@@ -107,8 +107,10 @@ TOO_MUCH_SHARED_MEMORY: dict[tuple[str, str], Rule] = {
         v["rows"] == 1
     ),
     ("moe_route", "test_a_choice_does_not_hang_on_the_number_of_rows"): lambda v: (
-        v["experts"] not in (128, 256)
+        v["experts"] not in (128, 256) or v["most"] > 65
     ),
+    ("moe_route", "test_few_rows_are_ordered_by_what_has_just_been_chosen"): always,
+    ("moe_prefill", "test_calls_behind_each_other_give_what_each_gives_alone"): always,
     ("moe_route", "test_one_launch_orders_and_gathers_to_the_same_bits"): lambda v: (
         v["hidden_size"] > 512
     ),

@@ -34,7 +34,10 @@ def test_the_router_chooses_what_the_reference_does(rows: int) -> None:
 @gpu
 @pytest.mark.parametrize("experts", [5, 12, 128, 130, 256])
 @pytest.mark.parametrize("hidden_size", [128, 384, 1152, 6144])
-def test_a_choice_does_not_hang_on_the_number_of_rows(hidden_size: int, experts: int) -> None:
+@pytest.mark.parametrize("most", [65, 700])
+def test_a_choice_does_not_hang_on_the_number_of_rows(
+    most: int, hidden_size: int, experts: int
+) -> None:
     spec = replace(
         SPEC, hidden_size=hidden_size, num_experts=experts, experts_per_token=min(8, experts)
     )
@@ -44,7 +47,7 @@ def test_a_choice_does_not_hang_on_the_number_of_rows(hidden_size: int, experts:
         router=(torch.randn(experts, hidden_size, generator=generator) / hidden_size**0.5).cuda(),
         router_bias=torch.randn(experts, generator=generator).round(decimals=1).cuda(),
     )
-    x = rows_of(700, spec).to("cuda")
+    x = rows_of(most, spec).to("cuda")
     chosen, share = prefill.route(x, weights, spec, form=0)
     scores = torch.sigmoid(x.double() @ weights.router.double().T)
     ranks, want = scores + weights.router_bias, chosen.long()
@@ -54,7 +57,7 @@ def test_a_choice_does_not_hang_on_the_number_of_rows(hidden_size: int, experts:
     assert all(len(set(row)) == spec.experts_per_token for row in chosen.tolist())
     want_share = scores.gather(1, want) / scores.gather(1, want).sum(1, keepdim=True)
     assert torch.allclose(share.double(), want_share * spec.routed_scale, rtol=1e-5, atol=0)
-    for rows in (9, 31, 64, 65, 129, 448, 449, 700):
+    for rows in (rows for rows in (9, 31, 64, 65, 129, 448, 449, 700) if rows <= most):
         for form in (None, 0, 1, 2):
             got, got_share = prefill.route(x[:rows], weights, spec, form=form)
             assert torch.equal(got, chosen[:rows])

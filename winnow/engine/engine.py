@@ -101,7 +101,7 @@ class Engine:
     def grammars(self) -> GrammarCompiler:
         """The grammars of this model's vocabulary; takes seconds the first time.
 
-        RequestError without a tokenizer.
+        RequestError without a tokenizer, or without the library (winnow-llm[grammar]).
         """
         if self.tokenizer is None:
             raise RequestError(

@@ -19,12 +19,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xgrammar
 
 from winnow.config import Constraint
 from winnow.engine.schemas import left_out_of_pattern, unserved
 from winnow.engine.text import Tokenizer
 from winnow.errors import RequestError
+
+try:
+    import xgrammar
+except ModuleNotFoundError as error:
+    raise RequestError(
+        f"an answer under a grammar (response_format, tools or a constraint) needs {error.name}, "
+        "which is not installed here: leave it out, or install winnow-llm[grammar]"
+    ) from error
 
 _ANY_OBJECT = '{"type": "object"}'
 _LOOSE_CHARACTER = r"(([^\"\\\r\n]))"

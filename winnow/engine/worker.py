@@ -18,9 +18,10 @@ from winnow.engine.engine import Engine
 from winnow.engine.messages import Abort, Add, Build, Failed, Loading, ModelInfo, Ready, Stepped
 from winnow.engine.output import Output
 from winnow.engine.wire import Channel
-from winnow.errors import WinnowError
+from winnow.errors import RequestError, WinnowError
 from winnow.spec.model import BLOCK_TOKENS
 
+_log = logging.getLogger(__name__)
 _REPORT_SECONDS = 0.1
 """Between two messages about loading."""
 _CLIPPING_SECONDS = 1.0
@@ -64,7 +65,10 @@ def _build(channel: Channel, build: Build) -> Engine:
     engine = build_engine(build.model, build.config, progress=False, report=report, **build.options)
     if engine.tokenizer is not None:
         # Takes seconds, which the first request with a grammar would cost all the others.
-        engine.grammars()
+        try:
+            engine.grammars()
+        except RequestError as error:
+            _log.warning("requests with grammars are refused: %s", error)
     return engine
 
 

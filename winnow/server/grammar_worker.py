@@ -24,7 +24,8 @@ MEMORY_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The first message: whose text the grammars are about. The answer is True, or an error."""
+    """The first message: whose text the grammars are about. The answer is True, or an error:
+    a RequestError where every constraint will be refused, as the library is not installed."""
 
     directory: str
     vocab_size: int
@@ -53,7 +54,11 @@ def _serve(channel: Channel) -> None:
         channel.send(CheckpointError(f"{vocabulary.directory} has no tokenizer.json"))
         return
     # Imported here, so that the front can import this module's messages without torch.
-    from winnow.engine.grammar import GrammarCompiler, dump, try_out
+    try:
+        from winnow.engine.grammar import GrammarCompiler, dump, try_out
+    except RequestError as error:
+        channel.send(error)
+        return
 
     compiler = GrammarCompiler(tokenizer, vocabulary.vocab_size, vocabulary.stop_ids)
     # The first of a kind loads code; that is not to count against a request.

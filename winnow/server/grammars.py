@@ -44,17 +44,21 @@ class GrammarService:
         self._waiting = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._vocabulary: Vocabulary | None = None
+        self._refusal: RequestError | None = None
         self._child: Child | None = None
         self._reply: asyncio.Future[object] | None = None
 
     async def start(self, directory: Path, vocab_size: int, stop_ids: Sequence[int]) -> None:
         """Start the process for the tokenizer in `directory`; ready when this returns.
 
-        PeerError if it cannot be started.
+        PeerError if it cannot be started. Where its library is not installed, all is refused later.
         """
         self._vocabulary = Vocabulary(str(directory), vocab_size, tuple(stop_ids))
         async with self._turn:
-            await self._ready_child()
+            try:
+                await self._ready_child()
+            except RequestError as error:
+                self._refusal = error
 
     async def compile(self, constraint: Constraint) -> bytes:
         """The grammar of a constraint, dumped.
@@ -62,6 +66,8 @@ class GrammarService:
         RequestError for one that is wrong, too long, too deep or too slow, PeerError if the process
         cannot be started, CapacityError if too many are waiting.
         """
+        if self._refusal is not None:
+            raise RequestError(str(self._refusal))
         _check_size(constraint)
         result = self._results.get(constraint)
         if result is None:
@@ -140,6 +146,8 @@ class GrammarService:
         if answer is True:
             return self._child
         how = await self._drop_child()
+        if isinstance(answer, RequestError):
+            raise answer
         reason = str(answer) if isinstance(answer, WinnowError) else f"its process {how}"
         raise PeerError(f"grammars cannot be compiled: {reason}")
 
