@@ -23,7 +23,7 @@ So where state is quantised the CPU reads what the GPU stored, and what it would
 is compared with that, under tolerances of its own. These cases need both sides in one process.
 
     python benchmarks/gpu_same_choices.py --write FILE      # on the GPU
-    python benchmarks/gpu_same_choices.py --against FILE    # on any CPU; without either, both
+    python benchmarks/gpu_same_choices.py --against FILE    # on any CPU; with neither, both
 """
 
 from __future__ import annotations
@@ -171,6 +171,11 @@ def main() -> None:
             print(f"left out, as it is compared in one go: {case.name}")
             cases.remove(case)
     earlier, where = ({}, "here") if args.against is None else load(args.against)
+    if args.against is not None:
+        absent = [case.name for case in cases if case.name not in earlier]
+        if absent and (args.case or len(absent) == len(cases)):
+            raise SystemExit(f"{args.against} has no answers of {'; '.join(absent)}")
+        cases = [case for case in cases if case.name in earlier]
     written: dict[str, Answers] = {}
     fine = True
     with tempfile.TemporaryDirectory() as folder:

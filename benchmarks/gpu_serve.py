@@ -1,8 +1,8 @@
 """`winnow serve` on a GPU: the model that ships with Winnow, and layers of real widths.
 
 For each, with 4-bit state: a greedy answer to a prompt beyond the selection window over HTTP must
-be the one that `winnow generate` gives; then answers at once, one of them streamed and one
-whose client leaves, must end as asked, and no page may stay held. Exits with 1 if one does not hold.
+be the one that `winnow generate` gives; then answers at once, one of them streamed and one whose
+client leaves, must end as asked, and no page may stay held. Exits with 1 if one does not hold.
 
     python benchmarks/gpu_serve.py [--device cuda] [--model NAME]...
 """
@@ -48,7 +48,23 @@ def generated(model: tuple[str, ...], device: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
-    return str(json.loads(done.stdout)["text"])
+    answer = json.loads(done.stdout)
+    return str(answer["text"] or called(answer["token_ids"]))
+
+
+def called(ids: list[int]) -> str:
+    """Tokens by the names that the server's logprobs give them where no tokenizer is."""
+    return " ".join(f"token_id:{one}" for one in ids)
+
+
+def served(client: httpx.Client) -> str:
+    """What the server continues PROMPT with, or what it says is wrong."""
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    reply = client.post(COMPLETION, json={**body, "logprobs": 0})
+    if reply.status_code != 200:
+        return reply.text
+    choice = reply.json()["choices"][0]
+    return str(choice["text"] or " ".join(choice["logprobs"]["tokens"]))
 
 
 def answered(client: httpx.Client, route: str, number: int) -> dict[str, Any]:
@@ -103,9 +119,7 @@ def check(name: str, model: tuple[str, ...], device: str) -> bool:
         httpx.Client(base_url=server.url, timeout=120) as client,
     ):
         print(f"    {name}: ready after {time.monotonic() - begun:.1f} s")
-        body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        reply = client.post(COMPLETION, json=body)
-        text = reply.json()["choices"][0]["text"] if reply.status_code == 200 else reply.text
+        text = served(client)
         must(text == wanted, f"{len(PROMPT)} tokens continued over HTTP as by generate")
         if text != wanted:
             print(f"    over HTTP: {text!r}\n    generate:  {wanted!r}")
