@@ -1,11 +1,12 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from winnow.ops.case import judge
@@ -145,11 +146,23 @@ def test_the_reference_is_its_contract_step_by_step(problem):
     assert reference.sample(torch.tensor([logits]), [request]).ids.tolist() == [want]
 
 
+def widened(logits, request, width):
+    """The same problem over more ids, none of which can be chosen."""
+    if request.allowed is not None:
+        words = torch.zeros(-(-width // 32), dtype=torch.int32)
+        words[: len(request.allowed)] = request.allowed
+        request = replace(request, allowed=words)
+    return logits + [-INF] * (width - len(logits)), request
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(problems(), min_size=1, max_size=6), st.randoms())
+@example(
+    [([0.0], row(allowed=torch.tensor([1], dtype=torch.int32))), ([0.0] * 33, row())], Random(0)
+)
 def test_a_request_gets_the_same_token_alone_and_in_any_batch(problem_list, random):
     width = max(len(logits) for logits, _ in problem_list)
-    rows = [(logits + [-INF] * (width - len(logits)), request) for logits, request in problem_list]
+    rows = [widened(logits, request, width) for logits, request in problem_list]
     alone = [cpu.sample(torch.tensor([x]), [r]).ids.item() for x, r in rows]
     order = random.sample(range(len(rows)), len(rows))
     together = cpu.sample(torch.tensor([rows[i][0] for i in order]), [rows[i][1] for i in order])
