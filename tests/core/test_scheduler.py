@@ -35,8 +35,8 @@ def test_decode_rows_come_first_then_chunks_then_new_requests():
     scheduler = Scheduler(33, 100)
     added(scheduler, "old", text(1, 10), max_tokens=9)
     added(scheduler, "long", text(2, 185), max_tokens=9)
-    added(scheduler, "new", text(3, 30), max_tokens=9)
     assert spans(step(scheduler)) == {"old": (0, 10, True), "long": (0, 90, False)}
+    added(scheduler, "new", text(3, 30), max_tokens=9)
     plan = step(scheduler)
     assert [r.request_id for r in plan.rows] == ["old", "long", "new"]
     assert spans(plan) == {"old": (10, 1, True), "long": (90, 95, True), "new": (0, 4, False)}

@@ -195,8 +195,8 @@ class Simulation:
             assert 0 not in rows.pages
             if not client.has_run:
                 client.has_run = True
-                assert request.arrival > self.last_started, "a later request started earlier"
-                self.last_started = request.arrival
+                self.seen["overtaken"] += request.arrival < self.last_started
+                self.last_started = max(self.last_started, request.arrival)
                 assert request.num_cached == rows.start <= len(request.prompt) - 1
                 assert rows.start % BLOCK == 0
             self.seen["middle chunks"] += not rows.samples
@@ -205,6 +205,9 @@ class Simulation:
         if self.live:
             oldest = next(iter(self.live))
             assert oldest in names, "the oldest request makes no progress"
+            request, count = self.live[oldest].request, plan.rows[names.index(oldest)].count
+            most = self.load.max_step_tokens - self.load.max_step_tokens // 4
+            assert count >= min(request.num_uncomputed, most), "the oldest has too few rows"
         self.seen["preemptions"] += len(plan.preempted)
 
     def step(self):
@@ -260,7 +263,7 @@ class Simulation:
         self.seen["hits"] = stats.prefix_hit_tokens
 
 
-CROWD = ("preemptions", "shared", "middle chunks")
+CROWD = ("preemptions", "shared", "middle chunks", "overtaken")
 
 LOADS = {
     "two pages, chunks of five": Load(3, 5, 2, max_live=4, exercises=("middle chunks",)),
@@ -269,7 +272,7 @@ LOADS = {
         9, 10, 8, max_live=12, longest_prompt=140, aborts=0.001, errors=0.0005, exercises=CROWD
     ),
     "whole prompts": Load(12, 4000, 8, max_live=12, exercises=("preemptions", "shared")),
-    "room to spare": Load(24, 300, 10, max_live=10, exercises=("shared", "middle chunks")),
+    "room to spare": Load(24, 300, 10, max_live=10, exercises=("shared", "overtaken")),
     "no prefix cache": Load(
         7, 64, 6, max_live=8, longest_prompt=140, prefix_caching=False, exercises=("preemptions",)
     ),

@@ -35,6 +35,13 @@ class Cache:
         blocks = range((request.num_tokens - 1) // BLOCK_TOKENS)
         return self.index.lookup(request.key(block) for block in blocks)
 
+    def will_hit(self, request: Request, writer: Request, block: int) -> bool:
+        """Whether `request` finds its `block` in the cache once `writer` has computed its own."""
+        findable = min(request.num_tokens - 1, writer.num_tokens) // BLOCK_TOKENS
+        if not self.prefix_caching or block >= findable:
+            return False
+        return request.key(block) == writer.key(block)
+
     def num_wanted(self, request: Request, hits: list[int]) -> int:
         """Available pages that the request's known tokens would use up, given its hits.
 

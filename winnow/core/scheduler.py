@@ -1,8 +1,8 @@
 """Which request computes which tokens in each step. Knows nothing of tensors, text or time.
 
 Continuous batching with chunked prefill, prefix caching and preemption by recomputation. Service
-is in order of arrival: every running request arrived before every waiting one, and the oldest
-has rows in every step, so no request starves.
+is in order of arrival, except that short prompts go beside a long one (`winnow.core.shares`). The
+oldest request has at least three quarters of a step, or all it needs, so no request starves.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from heapq import merge
 
 from winnow.core.cache import Cache
 from winnow.core.limits import check_fits, check_well_formed
 from winnow.core.plan import PlannedRows, StepPlan
-from winnow.core.request import FinishReason, Request, State
+from winnow.core.request import FinishReason, Request, State, num_blocks
+from winnow.core.shares import shares
 from winnow.errors import RequestError
 from winnow.spec.model import BLOCK_TOKENS
 
@@ -112,19 +114,25 @@ class Scheduler:
     def plan(self, admit: bool = True) -> StepPlan:
         """Decide the next step; it is in flight until `complete()`.
 
-        First the running requests that need one row, then those that need more, then waiting ones,
-        each in order of arrival. The plan is empty only if there are no requests, and then it is
-        not in flight. Without `admit` no waiting request starts, so with none running it is empty
-        too: for a caller that has begun to compute what the running ones need next.
+        First the running requests that need one row, then prompts, running or waiting, each in
+        order of arrival; `shares()` says how many rows a prompt gets. The plan is empty only if
+        there are no requests, and then it is not in flight. Without `admit` no waiting request
+        starts, so with none running it is empty too: for a caller that has begun to compute what
+        the running ones need next.
         """
         assert self._in_flight is None, "the last plan has not been completed"
         draft = _Draft(self.max_step_tokens)
-        for request in sorted(self._running.values(), key=lambda r: r.num_uncomputed > 1):
-            self._continue(request, draft)
-        # Whoever was preempted is now at the head of the queue. Readmitting it at once would
-        # take back the page that it gave way for.
-        if admit and not draft.preempted:
-            self._admit(draft)
+        for request in list(self._running.values()):
+            if request.num_uncomputed == 1:
+                self._continue(request, min(1, draft.budget), draft)
+        prompts = self._prompts(draft, admit)
+        counts = self._shares(prompts, draft)
+        # Hits are held before rows take new pages, which may be cached ones.
+        for (request, hits), count in zip(prompts, counts, strict=True):
+            if count and request.state is State.WAITING:
+                self._start(request, hits)
+        for (request, _), count in zip(prompts, counts, strict=True):
+            self._continue(request, count, draft)
         plan = StepPlan(tuple(draft.rows.values()), tuple(draft.preempted))
         if plan.rows:
             self._in_flight = plan
@@ -189,14 +197,13 @@ class Scheduler:
             prefix_query_tokens=self._prefix_query_tokens,
         )
 
-    def _continue(self, request: Request, draft: _Draft) -> None:
+    def _continue(self, request: Request, count: int, draft: _Draft) -> None:
         """Plan a running request's next rows, preempting from the youngest until they fit.
 
         The oldest always gets there: alone, it fits.
         """
-        if request.state is not State.RUNNING or not draft.budget:
+        if request.state is not State.RUNNING or not count:
             return
-        count = min(draft.budget, request.num_uncomputed)
         while not self.cache.grow(request, request.num_computed + count):
             if self._preempt_youngest(draft) is request:
                 return
@@ -209,37 +216,98 @@ class Scheduler:
         request.num_computed = 0
         request.num_preemptions += 1
         request.state = State.WAITING
-        self._waiting[request_id] = request
-        self._waiting.move_to_end(request_id, last=False)
+        _insert(self._waiting, request)
         self._preemptions += 1
         return request
 
-    def _admit(self, draft: _Draft) -> None:
-        """Start waiting requests while there are rows and pages; the first that does not fit
-        blocks those behind it.
+    def _prompts(self, draft: _Draft, admit: bool) -> list[tuple[Request, list[int]]]:
+        """The prompts that may have rows, in order of arrival, each with its hits if it waits.
 
-        Pages are allocated for this step's rows only, but a request fits only if all its known
-        tokens do: one that did not would give way before its first token. Rows are left only when
-        no running prompt is unfinished, so the available pages are promised to nobody.
+        Pages are allocated for a step's rows only, but a waiting request is among them only if all
+        its known tokens fit beside those of the prompts ahead of it: else it would give way before
+        its first token. The first that does not fit blocks those waiting behind it.
         """
-        while self._waiting and draft.budget and len(self._running) < self.max_running:
-            request = next(iter(self._waiting.values()))
-            # Even a full hit leaves one block to compute: no look-up where there is no page.
-            available = self.cache.pool.num_available
-            hits = self.cache.hits(request) if available else []
-            if self.cache.num_wanted(request, hits) > available:
-                return
-            self._start(request, hits)
-            count = min(draft.budget, request.num_uncomputed)
-            grown = self.cache.grow(request, request.num_computed + count)
-            assert grown, "the pages that were counted are not there"
-            draft.add(request, count)
+        if not draft.budget:
+            return []
+        waiting = self._admissible(draft) if admit else []
+        running = [r for r in self._running.values() if r.num_uncomputed > 1]
+        available, places = self.cache.pool.num_available, self.max_running - len(self._running)
+        prompts: list[tuple[Request, list[int]]] = []
+        for request in merge(running, waiting, key=lambda r: r.arrival):
+            hits: list[int] = []
+            if request.state is State.RUNNING:
+                available -= num_blocks(request.num_tokens) - len(request.pages)
+            else:
+                # Even a full hit leaves one block to compute: no look-up where there is no page.
+                hits = self.cache.hits(request) if places and available > 0 else []
+                wanted = self.cache.num_wanted(request, hits)
+                if not places or wanted > available:
+                    places = 0
+                    continue
+                places -= 1
+                available -= wanted
+                if prompts and self._computes_for(*prompts[0], request, hits, draft.budget):
+                    continue
+            prompts.append((request, hits))
+        return prompts
+
+    def _computes_for(
+        self, first: Request, first_hits: list[int], other: Request, hits: list[int], rows: int
+    ) -> bool:
+        """Whether the first prompt, not done in this step, computes the block that a waiting one
+        lacks: that waits for it, rather than compute it beside."""
+        done = first.num_computed + len(first_hits) * BLOCK_TOKENS
+        if first.num_tokens - done <= rows or done // BLOCK_TOKENS != len(hits):
+            return False
+        return self.cache.will_hit(other, first, len(hits))
+
+    def _admissible(self, draft: _Draft) -> list[Request]:
+        """The waiting requests that may start in this step if there are pages and places.
+
+        The first prompt in order takes pages of requests that arrived after it, as a running one
+        would. Where a request gave way in this step, no other starts: whoever gave way is ahead of
+        it in the queue, and would take back at once the page that it gave.
+        """
+        waiting = list(self._waiting.values())
+        running = (r for r in self._running.values() if r.num_uncomputed > 1)
+        oldest = next(running, None)
+        if not waiting or waiting[0].request_id in draft.preempted:
+            return []
+        if oldest is None or waiting[0].arrival < oldest.arrival:
+            self._make_room(waiting[0], draft)
+            return waiting[:1] if draft.preempted else waiting
+        return [] if draft.preempted else waiting
+
+    def _make_room(self, request: Request, draft: _Draft) -> None:
+        """Preempt younger requests until a waiting one fits; none if that would not be enough."""
+        older = [r for r in self._running.values() if r.arrival < request.arrival]
+        if len(older) == len(self._running) or self._fits(request):
+            return
+        kept = {page for r in older for page in r.pages}
+        shared = kept.intersection(self.cache.hits(request))
+        wanted = num_blocks(request.num_tokens) - len(shared)
+        if wanted > self.cache.pool.num_usable - len(kept):
+            return
+        while not self._fits(request):
+            self._preempt_youngest(draft)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there are pages for all known tokens of a waiting request."""
+        wanted = self.cache.num_wanted(request, self.cache.hits(request))
+        return wanted <= self.cache.pool.num_available
+
+    def _shares(self, prompts: list[tuple[Request, list[int]]], draft: _Draft) -> tuple[int, ...]:
+        """Rows of this step for each of the prompts."""
+        needs = [r.num_uncomputed - len(hits) * BLOCK_TOKENS for r, hits in prompts]
+        first = prompts[0][0].arrival if prompts else 0
+        behind = sum(self._running[name].arrival > first for name in draft.rows)
+        return shares(needs, draft.budget, taken_behind=behind)
 
     def _start(self, request: Request, hits: list[int]) -> None:
-        """Move the head of the queue to the running requests."""
+        """Move a waiting request to the running ones."""
         self.cache.attach(request, hits)
         del self._waiting[request.request_id]
-        self._running[request.request_id] = request
+        _insert(self._running, request)
         request.state = State.RUNNING
         if self.cache.prefix_caching and not request.num_preemptions:
             request.num_cached = request.num_computed
@@ -249,8 +317,9 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert everything that must hold between any two calls. For tests: reads all tokens."""
         running, waiting = list(self._running.values()), list(self._waiting.values())
-        arrivals = [request.arrival for request in (*running, *waiting)]
-        assert arrivals == sorted(set(arrivals)), "a request is out of its order of arrival"
+        for queue in (running, waiting):
+            arrivals = [request.arrival for request in queue]
+            assert arrivals == sorted(set(arrivals)), "a request is out of its order of arrival"
         assert len(running) <= self.max_running
         for request in running:
             assert request.state is State.RUNNING
@@ -272,3 +341,11 @@ class Scheduler:
             for page in rows.pages[rows.start // BLOCK_TOKENS :]:
                 assert self.cache.pool.references[page] == 1, "a page being written is shared"
                 assert page not in self.cache.index, "a page being written is registered"
+
+
+def _insert(queue: OrderedDict[str, Request], request: Request) -> None:
+    """Add a request to a queue that is, and stays, in order of arrival."""
+    later = [r.request_id for r in queue.values() if r.arrival > request.arrival]
+    queue[request.request_id] = request
+    for request_id in later:
+        queue.move_to_end(request_id)
