@@ -30,6 +30,8 @@ from winnow.bench.record import Record, append
 
 PROMPT_TOKENS = 32
 NUM_PAGES = 512
+STEP_TOKENS = 2048
+"""As in the records: all prompts of a round in one step."""
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -41,7 +43,10 @@ def engine_alone(pipe: Connection, model: str, tokens: int) -> None:
     """A process that serves `streams` prompts for each number it is sent; answers with seconds."""
     from winnow import LLM, SamplingParams
 
-    llm = LLM(model, progress=False, num_pages=NUM_PAGES, prefix_caching=False)
+    llm = LLM(
+        model, progress=False, num_pages=NUM_PAGES, max_step_tokens=STEP_TOKENS,
+        prefix_caching=False,
+    )  # fmt: skip
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     pipe.send(0.0)
     while streams := pipe.recv():
@@ -120,8 +125,8 @@ def main() -> None:
     alone: list[float] = []
     served: list[float] = []
     total = args.streams * args.tokens
-    options = ("--num-pages", str(NUM_PAGES), "--no-prefix-caching")
-    with Served(args.model, *options) as server:
+    options = ("--num-pages", str(NUM_PAGES), "--max-step-tokens", str(STEP_TOKENS))
+    with Served(args.model, *options, "--no-prefix-caching") as server:
         for turn in range(args.rounds + 1):
             here.send(args.streams)
             direct = here.recv()

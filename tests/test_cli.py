@@ -341,7 +341,6 @@ def test_a_reader_who_leaves_early_is_not_complained_of() -> None:
         ("serve", "--port", "8000"),
         ("serve", "--max-queue", "256"),
         ("serve", "--request-timeout", "600"),
-        ("generate", "--max-step-tokens", "2048"),
         ("generate", "--max-running", "256"),
         ("generate", "--kv-format", "model"),
         ("bench step", "--context", "4096"),

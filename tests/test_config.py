@@ -138,7 +138,7 @@ WRONG_ENGINE = [
     ("kv_format", "fp4", "use one of model, fp8, nvfp4"),
     ("kv_format", None, "use one of model, fp8, nvfp4"),
     ("index_format", ["fp8"], "use one of model, fp8, nvfp4"),
-    ("max_step_tokens", 0, "of at least 1"),
+    ("max_step_tokens", 0, "of at least 1 or None"),
     ("max_running", -4, "of at least 1"),
     ("num_pages", 0, "of at least 1 or None"),
     ("num_pages", 12.0, "a whole number"),
@@ -158,6 +158,20 @@ def test_a_wrong_engine_value_is_refused_by_name_with_what_it_may_be(name, value
     with pytest.raises(UnsupportedError, match=says) as error:
         EngineConfig(**{name: value})
     assert str(error.value).startswith(f"{name} is {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 512),
+        ({"device": "cuda"}, 2048),
+        ({"device": "cuda:1"}, 2048),
+        ({"max_step_tokens": 64}, 64),
+        ({"max_step_tokens": 64, "device": "cuda"}, 64),
+    ],
+)
+def test_a_step_has_as_many_tokens_as_asked_for_or_as_suit_the_device(options, tokens):
+    assert EngineConfig(**options).step_tokens == tokens
 
 
 def test_the_cache_is_sized_in_one_way_only():

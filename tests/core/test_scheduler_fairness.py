@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.stepping import TOKEN, added, completed, drain, planned, spans, step, text
 
+from winnow.core import scheduler as scheduling
 from winnow.core.request import State
 from winnow.core.scheduler import Scheduler
 
@@ -61,6 +62,18 @@ def test_those_waiting_keep_pages_and_places_for_each_other_in_order():
         for _ in range(9):
             assert list(spans(step(scheduler))) == ["first"]
         drain(scheduler)
+
+
+def test_only_so_many_waiting_prompts_are_looked_at_beside_a_long_one(monkeypatch):
+    monkeypatch.setattr(scheduling, "MAX_LOOKED_AT", 2)
+    scheduler = Scheduler(99, 100)
+    added(scheduler, "old", text(9, 10))
+    for seed, name in enumerate(("first", "second", "third")):
+        added(scheduler, name, text(seed, 1000))
+    added(scheduler, "short", text(4, 10))
+    while "second" not in (plan := spans(step(scheduler))):
+        assert "short" not in plan
+    assert "short" in plan
 
 
 def overtaken():

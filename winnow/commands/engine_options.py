@@ -38,9 +38,8 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--max-step-tokens",
         type=int,
-        default=own.max_step_tokens,
         metavar="N",
-        help="tokens of one step; prompts are cut",
+        help="tokens of one step; prompts are cut; default: 512 on a CPU, 2048 on a GPU",
     )
     add(
         "--max-running",

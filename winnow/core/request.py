@@ -48,7 +48,7 @@ class Request:
     state: State = State.WAITING
     finish_reason: FinishReason | None = None
     arrival: int = -1
-    """Place in the order of arrival, which is the order of service."""
+    """Place in the order of arrival. Who came later gives way."""
     pages: list[int] = field(default_factory=list, repr=False)
     """Page of each block, from the first."""
     num_computed: int = 0

@@ -20,6 +20,10 @@ from winnow.core.shares import shares
 from winnow.errors import RequestError
 from winnow.spec.model import BLOCK_TOKENS
 
+MAX_LOOKED_AT = 32
+"""Waiting requests that may go beside a prompt that does not fit a step. Each costs a look-up a hit
+in every such step."""
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -232,16 +236,19 @@ class Scheduler:
         waiting = self._admissible(draft) if admit else []
         running = [r for r in self._running.values() if r.num_uncomputed > 1]
         available, places = self.cache.pool.num_available, self.max_running - len(self._running)
+        rows = draft.budget
         prompts: list[tuple[Request, list[int]]] = []
         for request in merge(running, waiting, key=lambda r: r.arrival):
             hits: list[int] = []
             if request.state is State.RUNNING:
                 available -= num_blocks(request.num_tokens) - len(request.pages)
+            elif not places:
+                continue
             else:
                 # Even a full hit leaves one block to compute: no look-up where there is no page.
-                hits = self.cache.hits(request) if places and available > 0 else []
+                hits = self.cache.hits(request) if available > 0 else []
                 wanted = self.cache.num_wanted(request, hits)
-                if not places or wanted > available:
+                if wanted > available:
                     places = 0
                     continue
                 places -= 1
@@ -249,6 +256,10 @@ class Scheduler:
                 if prompts and self._computes_for(*prompts[0], request, hits, draft.budget):
                     continue
             prompts.append((request, hits))
+            need = request.num_uncomputed - len(hits) * BLOCK_TOKENS
+            if 0 <= rows < need:
+                places = min(places, MAX_LOOKED_AT)
+            rows -= need
         return prompts
 
     def _computes_for(

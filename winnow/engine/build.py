@@ -104,7 +104,7 @@ def assemble(
     storage = PageStorage(layout, num_pages, scales, config.device)
     scheduler = Scheduler(
         num_pages=num_pages,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=config.step_tokens,
         max_running=config.max_running,
         prefix_caching=config.prefix_caching,
     )

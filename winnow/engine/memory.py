@@ -121,7 +121,7 @@ def _largest_step(
             del kept
     except torch.OutOfMemoryError as error:
         raise CapacityError(
-            f"a step of {config.max_step_tokens} tokens and {config.max_running} requests does not "
+            f"a step of {config.step_tokens} tokens and {config.max_running} requests does not "
             f"fit beside the weights: lower --max-step-tokens or --max-running ({error})"
         ) from error
     _free_of_cached(device)
@@ -133,7 +133,7 @@ def _run_eagerly(
 ) -> None:
     """A step of as many rows as there may be, the most of them sampled by rank. Which pages it
     reads makes no difference to memory: all are the same one."""
-    rows = min(config.max_step_tokens, width * BLOCK_TOKENS)
+    rows = min(config.step_tokens, width * BLOCK_TOKENS)
     device = storage.rows.device
     sampled = min(rows, config.max_running)
     batch = Batch.of([0], [rows], [[1] * width]).to(device)
