@@ -162,3 +162,18 @@ def test_an_error_spares_a_page_that_another_request_computed_since():
     scheduler.finish("young", "error")
     scheduler.check_invariants()
     assert scheduler.cache.index.lookup(young.keys) == [first]
+
+
+def test_ending_all_amid_a_step_leaves_an_empty_scheduler_that_serves():
+    scheduler, old, young = crowded()
+    waiting = added(scheduler, "waiting", text(3, 100))
+    planned(scheduler)
+    scheduler.end_all("error")
+    scheduler.check_invariants()
+    assert {r.finish_reason for r in (old, young, waiting)} == {"error"}
+    assert scheduler.stats().pages_used == 0
+    assert scheduler.stats().pages_cached == 0
+    again = added(scheduler, "old", text(1, 256), max_tokens=5)
+    drain(scheduler)
+    assert again.finish_reason == "length"
+    assert again.num_cached == 0

@@ -190,6 +190,21 @@ class Scheduler:
         if self._planned.get(request_id) is not request:
             self.cache.release(request)
 
+    def end_all(self, reason: FinishReason) -> None:
+        """End every request and forget the plan in flight and what every page holds.
+
+        For a step that broke off at a moment nobody knows, of this class's own calls too: nothing
+        that was true before is relied on.
+        """
+        for request in (*self._running.values(), *self._waiting.values(), *self._planned.values()):
+            request.pages.clear()
+            if not request.is_finished:
+                request.finish(reason)
+        self._running.clear()
+        self._waiting.clear()
+        self._in_flight, self._planned = None, {}
+        self.cache = Cache(self.cache.pool.num_pages, prefix_caching=self.cache.prefix_caching)
+
     def stats(self) -> Stats:
         return Stats(
             num_waiting=len(self._waiting),

@@ -95,8 +95,9 @@ class Engine:
         matcher = None
         if params.constraint is not None:
             matcher = self.grammars().matcher(params.constraint, grammar)
+        live = LiveRequest(request, params, seed, self.tokenizer, matcher)
         self.scheduler.add(request)
-        self._live[request_id] = LiveRequest(request, params, seed, self.tokenizer, matcher)
+        self._live[request_id] = live
 
     def grammars(self) -> GrammarCompiler:
         """The grammars of this model's vocabulary; takes seconds the first time.
@@ -120,8 +121,26 @@ class Engine:
         self._live.pop(request_id, None)
         return self.scheduler.abort(request_id)
 
+    def end_all(self) -> None:
+        """End every request without an output; what they computed is not found again."""
+        self._live.clear()
+        self.started = ()
+        self.runner.drop_ahead()
+        self.scheduler.end_all("error")
+
     def step(self) -> list[Output]:
-        """Compute one step: what each request that moved on has to say, in the plan's order."""
+        """Compute one step: what each request that moved on has to say, in the plan's order.
+
+        An exception, an interrupt among them, ends all requests and empties the cache before it is
+        raised: how much of the step was done is not known. The engine then serves what is added.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self.end_all()
+            raise
+
+    def _step(self) -> list[Output]:
         admit = not self.runner.is_ahead
         plan = self.scheduler.plan(admit)
         if not plan.rows and not admit:

@@ -72,7 +72,8 @@ class LLM:
 
         `prompts` are texts or lists of token ids, or one text; `params` one for all, or one each.
         A prompt that cannot be served has finish_reason error and does not disturb the others.
-        RequestError for what is neither.
+        RequestError for what is neither. Any other exception, as an interrupt, ends the requests of
+        all threads, whose completions say so; the next call is served as any.
         """
         prompts = _prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
@@ -86,9 +87,9 @@ class LLM:
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 request_id = self._next_id()
+                outputs[request_id] = []
                 try:
                     self._add(request_id, prompt, own)
-                    outputs[request_id] = []
                 except WinnowError as error:
                     failed = Output(request_id, finish_reason="error", error=error)
                     outputs[request_id] = [failed]
@@ -111,8 +112,8 @@ class LLM:
     def _stream(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None
     ) -> Iterator[Output]:
-        self._add(request_id, prompt, params)
         try:
+            self._add(request_id, prompt, params)
             while True:
                 output = self._next_output(request_id)
                 if output.error is not None:
@@ -134,8 +135,24 @@ class LLM:
             with self._turn():
                 if self._mail[request_id]:
                     return self._mail[request_id].popleft()
-                for output in self.engine.step():
-                    self._mail[output.request_id].append(output)
+                try:
+                    for output in self.engine.step():
+                        self._mail[output.request_id].append(output)
+                except BaseException as error:
+                    self._end_all(error)
+                    raise
+
+    def _end_all(self, error: BaseException) -> None:
+        """After a step that broke off, perhaps between two of its outputs: who waits for more of
+        them, in other threads, is told that there will be none."""
+        self.engine.end_all()
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+        told = WinnowError(
+            f"a step of the engine broke off ({cause}), which ended all requests: ask again"
+        )
+        for request_id, mail in self._mail.items():
+            if not mail or mail[-1].finish_reason is None:
+                mail.append(Output(request_id, finish_reason="error", error=told))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
