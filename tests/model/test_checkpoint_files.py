@@ -62,7 +62,9 @@ def config_list(directory: Path) -> None:
 
 
 def config_incomplete(directory: Path) -> None:
-    (directory / "config.json").write_text('{"num_hidden_layers": 3}')
+    (directory / "config.json").write_text(
+        '{"model_type": "minimax_m3_vl_text", "num_hidden_layers": 3}'
+    )
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,34 @@ def test_the_rotated_share_follows_the_saving_library_and_says_where_sources_dis
     assert any("rotary_dim" in note for note in spec.notes) == noted
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {**OWN, "model_type": None},
+            r"^config\.json lacks 'model_type': only models of MiniMax-M3",
+        ),
+        ({"text_config": {**OWN, "model_type": None}}, r"lacks 'model_type'"),
+        ({"model_type": "other_omni", "text_config": OWN}, r": model_type is 'other_omni'"),
+        (
+            {"model_type": "minimax_m3_vl", "text_config": {**OWN, "model_type": "llama"}},
+            r"text_config\.model_type is 'llama'",
+        ),
+    ],
+)
+def test_every_model_type_of_a_config_is_of_the_family_and_one_is_there(
+    config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        ModelSpec.from_hf(config)
+
+
+def test_a_wrapper_or_its_text_part_may_name_the_family() -> None:
+    for wrapper, text in (("minimax_m3_vl", None), (None, "minimax_m3_vl_text")):
+        config = {"model_type": wrapper, "text_config": {**OWN, "model_type": text}}
+        assert ModelSpec.from_hf(config) == ModelSpec.from_hf(OWN)
+
+
 def test_a_missing_beta_is_one() -> None:
     assert ModelSpec.from_hf({**OWN, "swiglu_beta": None}).swiglu_beta == 1.0
 

@@ -92,14 +92,28 @@ class ModelSpec:
         UnsupportedError for one that asks for what this version does not compute.
         """
         text = config.get("text_config")
-        top = _Config({**config, **text} if isinstance(text, Mapping) else config)
-        family = top.optional("model_type", FAMILY)
-        if not str(family).startswith(FAMILY):
-            raise UnsupportedError(
-                f"config.json: model_type is {family!r}: only models of MiniMax-M3's family are "
-                f"served, whose model_type begins with {FAMILY}"
-            )
-        return _read(top)
+        text = text if isinstance(text, Mapping) else {}
+        _check_family(config, text)
+        return _read(_Config({**config, **text}))
+
+
+def _check_family(config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    """Refuse a model whose parts are not all of the family: a wrapper's text part may be, while
+    what surrounds it changes its inputs."""
+    named = {
+        key: name
+        for key, name in (
+            ("model_type", config.get("model_type")),
+            ("text_config.model_type", text.get("model_type")),
+        )
+        if name is not None
+    }
+    served = f"only models of MiniMax-M3's family are served, whose model_type begins with {FAMILY}"
+    for key, name in named.items():
+        if not str(name).startswith(FAMILY):
+            raise UnsupportedError(f"config.json: {key} is {name!r}: {served}")
+    if not named:
+        raise UnsupportedError(f"config.json lacks 'model_type': {served}")
 
 
 class _Config:
