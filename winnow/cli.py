@@ -22,12 +22,15 @@ from winnow.errors import WinnowError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 if it did what was asked, 1 with one sentence on stderr if not."""
-    if sys.stdout is None:
-        print(
-            "winnow: standard output is closed: send it to a file or to /dev/null", file=sys.stderr
-        )
-        return 1
     args = _parser().parse_args(arguments)
+    if sys.stdout is None:
+        if args.prints:
+            print(
+                "winnow: standard output is closed: send it to a file or to /dev/null",
+                file=sys.stderr,
+            )
+            return 1
+        _open_output()
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING,
         format="winnow: %(message)s",
@@ -54,6 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return 1
     return status
+
+
+def _open_output() -> None:
+    """Put the null device where output would go: otherwise the next file or socket that is opened
+    is standard output, of child processes too."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    if descriptor == 0:
+        # Input is closed as well, and gets the null device for the same reason.
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.set_inheritable(descriptor, True)
+    sys.stdout = os.fdopen(descriptor, "w", encoding="utf-8")
 
 
 def _drop_output() -> None:

@@ -59,12 +59,16 @@ class FakeServed:
 
 @contextmanager
 def served(
-    model: Path, *options: str, load_s: float = 0.0, gap_s: float = 0.02
+    model: Path, *options: str, load_s: float = 0.0, gap_s: float = 0.02, closed: str = ""
 ) -> Iterator[FakeServed]:
-    """Start a server on a free port; it is killed at the end if it has not ended."""
+    """Start a server on a free port; it is killed at the end if it has not ended.
+
+    `closed` are redirections of a shell that close some of its descriptors.
+    """
     words = [str(model), str(load_s), str(gap_s), "--port", "0", *options]
+    shell = ["sh", "-c", f'exec "$0" "$@" {closed}']
     process = subprocess.Popen(
-        [sys.executable, "-m", "support.fake_serve", *words],
+        [*shell, sys.executable, "-m", "support.fake_serve", *words],
         stderr=subprocess.PIPE,
         text=True,
         cwd=TESTS,
@@ -108,6 +112,18 @@ def test_a_term_lets_running_answers_finish_refuses_new_ones_and_ends_with_0(tin
                 assert refused.status_code == 503
                 assert refused.json()["error"]["code"] == "draining"
             assert last_event(lines) == "[DONE]"
+        assert server.exit_status() == 0
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-"])
+def test_a_server_whose_output_is_closed_starts_since_it_prints_nothing(
+    tiny: Path, closed: str
+) -> None:
+    with served(tiny, closed=closed) as server:
+        assert httpx.get(f"{server.ready()}/health").status_code == 200
+        output = os.stat(f"/proc/{server.process.pid}/fd/1")
+        assert output.st_rdev == os.stat(os.devnull).st_rdev
+        server.process.send_signal(signal.SIGTERM)
         assert server.exit_status() == 0
 
 

@@ -13,13 +13,21 @@ JSON_HELP = "print JSON"
 
 
 def command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    *,
+    prints: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a command that `run` carries out; `commands` is what `add_subparsers` returned."""
+    """Add a command that `run` carries out; `commands` is what `add_subparsers` returned.
+
+    One that `prints` its answer is refused where standard output is closed.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=text, formatter_class=_WithDefaults
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, prints=prints)
     return parser
 
 

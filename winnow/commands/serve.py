@@ -22,7 +22,8 @@ KEY_VARIABLE = "WINNOW_API_KEY"
 
 def add_serve(commands: Any) -> None:
     """Register the command."""
-    parser = command(commands, "serve", _run, "serve a model over OpenAI's HTTP API")
+    # Its log, on stderr, is all it says.
+    parser = command(commands, "serve", _run, "serve a model over OpenAI's HTTP API", prints=False)
     add_model(parser)
     _http_options(parser.add_argument_group("http"))
     _limit_options(parser.add_argument_group("limits"))
