@@ -94,6 +94,10 @@ def test_the_published_row_is_printed() -> None:
     assert "draft: K and V of 5 layers in fp8" in text
 
 
+def test_a_draft_may_have_as_many_layers_as_its_model() -> None:
+    assert winnow("plan", "minimax-m3", "--draft", "60").status == 0
+
+
 def test_the_roofline_is_a_table_of_contexts_and_batches_and_of_parts() -> None:
     words = ("minimax-m3.1-flash", *PUBLISHED)
     floors = winnow("plan", *words, "--json").json["roofline"]["decode"]

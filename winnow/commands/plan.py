@@ -43,6 +43,7 @@ def add_plan(commands: Any) -> None:
     )
     add(
         "--gpu",
+        action=_OneGpu,
         metavar="NAME",
         help=f"one of {gpus}, or NAME=GB; without it nothing is said about what fits",
     )
@@ -88,6 +89,26 @@ def add_plan(commands: Any) -> None:
         "the same options but for those behind the name, as minimax-m3:kv=fp8,index=fp8",
     )
     add("--json", action="store_true", help=JSON_HELP)
+
+
+class _OneGpu(argparse.Action):
+    """Takes the name once: of two, argparse would keep the last in silence."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        first = getattr(namespace, self.dest)
+        if first is not None:
+            raise argparse.ArgumentError(
+                self,
+                f"given twice, {first} and {values}, and a plan has one: put {values} beside it "
+                f"with --compare MODEL:gpu={values}",
+            )
+        setattr(namespace, self.dest, values)
 
 
 def _run(args: argparse.Namespace) -> int:

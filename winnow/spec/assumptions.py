@@ -80,7 +80,7 @@ def _cache(spec: ModelSpec, storage: Storage, settings: Mapping[str, Any]) -> It
     if settings["draft"]:
         yield (
             f"draft: K and V of {settings['draft']} layers in fp8 in every row; "
-            "the draft model's weights are not counted"
+            "the draft model's weights are not counted; this version's engine stores no draft"
         )
 
 

@@ -142,6 +142,7 @@ def plan(question: Question) -> Plan:
     storage = _storage(question, spec)
     parallel, replicas = _ranks(question)
     context = _context(question, spec)
+    _check_draft(question, spec)
     formats = (storage.experts, storage.linear, storage.plain)
     weights = weight_bytes(spec, *formats, share=parallel.share(spec))
     stored = checkpoint_bytes(config, spec, *formats)
@@ -244,6 +245,15 @@ def _context(question: Question, spec: ModelSpec) -> int:
             f"positions: lower it to {spec.max_positions}"
         )
     return context
+
+
+def _check_draft(question: Question, spec: ModelSpec) -> None:
+    """A draft runs before its model to save time: one with as many layers saves none."""
+    if question.draft > spec.num_layers:
+        raise UnsupportedError(
+            f"{question.draft} draft layers were asked for, the model itself has "
+            f"{spec.num_layers}: give 0 to {spec.num_layers}"
+        )
 
 
 def _fit(
