@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.command import GREEDY, process, winnow, without_tokenizer
 
 from winnow import __version__
@@ -272,7 +273,12 @@ def test_a_backend_that_disagrees_is_named_and_the_status_is_1(
 def test_a_made_checkpoint_can_be_converted_and_both_are_served(tmp_path: Path) -> None:
     plain, small = tmp_path / "plain", tmp_path / "deep" / "small"
     assert winnow("make-tiny", plain, "--seed", "5") == (0, f"{plain}\n", "")
-    assert winnow("convert", plain, small).status == 0
+    status, out, _ = winnow("convert", plain, small)
+    before, after = (_tensor_bytes(directory) for directory in (plain, small))
+    assert (status, out) == (
+        0,
+        f"{small}\n{before:,} bytes of tensors became {after:,} ({after / before:.1%})\n",
+    )
     plans = [winnow("plan", directory, "--json").json for directory in (plain, small)]
     # 4.5 bits a value and 4 bytes a row against 16 bits a value.
     share = plans[1]["weights"]["experts"] / plans[0]["weights"]["experts"]
@@ -280,6 +286,11 @@ def test_a_made_checkpoint_can_be_converted_and_both_are_served(tmp_path: Path) 
     for directory in (plain, small):
         words = ("--prompt", "hello", "--max-tokens", "3", *GREEDY, "--json")
         assert len(winnow("generate", directory, *words).json["token_ids"]) == 3
+
+
+def _tensor_bytes(directory: Path) -> int:
+    files = directory.glob("*.safetensors")
+    return sum(tensor.nbytes for file in files for tensor in load_file(file).values())
 
 
 def test_keep_leaves_values_and_so_tokens_as_they_are(tiny: Path, tmp_path: Path) -> None:

@@ -26,8 +26,10 @@ def _convert(args: argparse.Namespace) -> int:
     from winnow.model.checkpoint import convert
 
     destination = Path(args.destination)
-    convert(Path(args.source), destination, experts=args.experts, linear=args.linear)
+    done = convert(Path(args.source), destination, experts=args.experts, linear=args.linear)
     print(destination)
+    share = done.written_bytes / done.source_bytes
+    print(f"{done.source_bytes:,} bytes of tensors became {done.written_bytes:,} ({share:.1%})")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: read, convert, and make small or random ones. See docs/formats.md."""
 
-from winnow.model.checkpoint.convert import convert
+from winnow.model.checkpoint.convert import Converted, convert
 from winnow.model.checkpoint.load import load_checkpoint
 from winnow.model.checkpoint.random import random_weights
 from winnow.model.checkpoint.resolve import read_spec
@@ -8,6 +8,7 @@ from winnow.model.checkpoint.tiny import make_tiny
 from winnow.model.checkpoint.tiny_config import TinyGeometry
 
 __all__ = [
+    "Converted",
     "TinyGeometry",
     "convert",
     "load_checkpoint",

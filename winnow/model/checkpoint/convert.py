@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ _COMPANIONS = (
 """Files beside the weights that a converted checkpoint takes over unchanged."""
 
 
+@dataclass(frozen=True)
+class Converted:
+    """Bytes of all tensors, those of images and drafts included, of a source and of what became
+    of it."""
+
+    source_bytes: int
+    written_bytes: int
+
+
 def convert(
     source: Path | str,
     destination: Path | str,
@@ -49,16 +59,16 @@ def convert(
     linear: str = "mxfp8",
     progress: bool = True,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+) -> Converted:
     """Write `source` again under the hub's names, with experts ("nvfp4" or "keep") and all other
     linears ("mxfp8" or "keep") quantised; embedding, head, norms, router and the tensors of images
     and drafts stay as they are.
 
-    A linear whose columns do not fill MXFP8's groups of 32 stays plain. `destination` appears only
-    when it is complete. Raises UnsupportedError for an unknown word, for a source that is
-    quantised already (unless both are kept) and for a destination that is not empty;
-    CheckpointError for a source that cannot be read, or holds NaN or infinity where it is to be
-    quantised.
+    Gives the bytes before and after. A linear whose columns do not fill MXFP8's groups of 32 stays
+    plain. `destination` appears only when it is complete. Raises UnsupportedError for an unknown
+    word, for a source that is quantised already (unless both are kept) and for a destination that
+    is not empty; CheckpointError for a source that cannot be read, or holds NaN or infinity where
+    it is to be quantised.
     """
     source, destination = Path(source), Path(destination)
     expert_form = _form("experts", experts, _EXPERT_FORMS)
@@ -77,13 +87,15 @@ def convert(
         total = sum(info.nbytes for info in files.tensors.values())
         hidden = None if progress else True
         with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=hidden) as bar:
-            rewriter = Rewriter(files, ShardWriter(directory, shard_bytes), bar)
+            writer = ShardWriter(directory, shard_bytes)
+            rewriter = Rewriter(files, writer, bar)
             rewriter.model(stored, expert_form, linear_form)
         _write_config(source, directory, expert_form, linear_form)
         for file in _COMPANIONS:
             if (source / file).is_file():
                 shutil.copyfile(source / file, directory / file)
     rewriter.report(destination)
+    return Converted(total, writer.total_bytes)
 
 
 def _form(option: str, word: str, forms: dict[str, Form | None]) -> Form | None:

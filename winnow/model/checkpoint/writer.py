@@ -25,7 +25,8 @@ class ShardWriter:
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
-        self._total_bytes = 0
+        self.total_bytes = 0
+        """Of the tensors in files that are written."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a contiguous tensor, which the caller must not change any more."""
@@ -46,7 +47,7 @@ class ShardWriter:
             file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             self._part(number).rename(self.directory / file)
             weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
         (self.directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def _part(self, number: int) -> Path:
@@ -55,7 +56,7 @@ class ShardWriter:
     def _flush(self) -> None:
         save(self._pending, self._part(len(self._shards)))
         self._shards.append(list(self._pending))
-        self._total_bytes += self._pending_bytes
+        self.total_bytes += self._pending_bytes
         self._pending = {}
         self._pending_bytes = 0
 
