@@ -1,14 +1,17 @@
-"""The import rule and the size of modules, as promises that are checked."""
+"""The import rule, the size of modules and what messages name, as promises that are checked."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from winnow.config import EngineConfig
 
 PACKAGE = Path(__file__).parents[1] / "winnow"
 
@@ -107,3 +110,29 @@ def test_no_handler_swallows_every_exception() -> None:
                     isinstance(node.type, ast.Name) and node.type.id == "Exception"
                 )
                 assert not (silent and broad), f"{path}:{node.lineno}"
+
+
+def test_a_message_names_a_field_beside_the_option_that_a_command_has_for_it() -> None:
+    """Who calls from Python has no option: where layers speak that an LLM reaches, an option stands
+    in brackets behind its field."""
+    options = {name.replace("_", "-"): name for name in EngineConfig.__dataclass_fields__}
+    options |= {"layers": "num_layers", "random-weights": "random_weights"}
+    seen = 0
+    for path in modules():
+        if layer_of(path) in ("core", "engine", "model", "ops", "config"):
+            for text in texts(path):
+                for option in re.findall(r"--([a-z-]+)", text):
+                    if option in options:
+                        seen += 1
+                        assert f"{options[option]} (--{option})" in text, f"{path}: {text}"
+    assert seen > 20
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Strings as they are put together, what is filled in left out."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value

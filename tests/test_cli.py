@@ -194,7 +194,11 @@ def test_a_preset_is_served_with_random_weights_cut_to_layers(
 @pytest.mark.parametrize(
     ("layers", "free", "advice"),
     [
-        ((), 60e9, r"weights of 60 layers take 253\.6 GB, 60\.0 GB .* are free: .*--layers 1\d "),
+        (
+            (),
+            60e9,
+            r"weights of 60 layers take 253\.6 GB, 60\.0 GB .* are free: .*\(--layers\) 1\d ",
+        ),
         (("--layers", "1"), 1e9, r"weights of 1 layers take .* 1\.0 GB .* not even one layer fits"),
     ],
 )
@@ -217,7 +221,7 @@ def test_a_cache_larger_than_the_memory_is_refused_with_what_fits(tiny: Path) ->
     words = ("--token-ids", "1", "--num-pages", str(10**12))
     status, _, err = winnow("generate", tiny, *words)
     assert status == 1
-    fitting = re.search(r"lower --num-pages to (\d+)\n", err)
+    fitting = re.search(r"lower num_pages \(--num-pages\) to (\d+)\n", err)
     assert fitting is not None
     assert 2 <= int(fitting[1]) < 10**12
 

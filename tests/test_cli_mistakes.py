@@ -23,11 +23,11 @@ def no_tokenizer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 REFUSED = [
     ("generate /nowhere --prompt x", r"'/nowhere' is no directory: give a .*preset"),
-    ("generate minimax-m3 --prompt x", r"no directory: .* --random-weights"),
+    ("generate minimax-m3 --prompt x", r"no directory: .* random_weights \(--random-weights\)"),
     ("generate {empty} --prompt x", r"has no config\.json: give the directory of a checkpoint"),
     ("generate {llama} --prompt x", r"model_type is 'llama': only models of MiniMax-M3's family"),
     ("generate {tiny} --random-weights --prompt x", r"no preset .*; known: mini"),
-    ("generate {tiny} --layers 2 --prompt x", r"--layers cuts presets only"),
+    ("generate {tiny} --layers 2 --prompt x", r"num_layers \(--layers\) cuts presets only"),
     (
         "generate minimax-m3 --random-weights --layers 61 --token-ids 1",
         r"asked for 61 layers, the model has 60: choose 1 to 60",
@@ -39,7 +39,10 @@ REFUSED = [
     ("generate {tiny} --prompt x --device mps", r"'mps': use cpu, cuda, or"),
     ("generate {tiny} --prompt x --backend b", r"no backend 'b'; known: cpu"),
     ("generate {tiny} --prompt x --backend hopper", r"not run on device cpu"),
-    ("generate {tiny} --prompt x --num-pages 1", r"has 1 pages .* start with --num-pages 2"),
+    (
+        "generate {tiny} --prompt x --num-pages 1",
+        r"has 1 pages .* start with num_pages \(--num-pages\) 2",
+    ),
     ("generate {tiny} --prompt x --max-step-tokens 0", r"is 0; .* at least 1"),
     (
         "generate {tiny} --prompt x --max-model-len 65537",
@@ -66,7 +69,7 @@ REFUSED = [
     ),
     (
         "generate {tiny} --prompt x --max-tokens 600 --num-pages 4",
-        r"request needs 5 pages, the cache has 3: .*216 or start with --num-pages 6",
+        r"request needs 5 pages, the cache has 3: .*216 or start with num_pages .* 6",
     ),
     ("generate {tiny} --prompt x --max-tokens 0", r"max_tokens is 0; .* 1:"),
     ("generate {tiny} --prompt x --temperature nan", r"temperature is nan; it"),

@@ -24,18 +24,19 @@ def refusal(scheduler, prompt, max_tokens):
 def test_the_message_counts_usable_pages_and_names_the_pages_to_start_with():
     assert refusal(Scheduler(65, 512), 8192, 4097) == (
         "request needs 96 pages, the cache has 64: "
-        "shorten max_tokens by 4096 or start with --num-pages 97"
+        "shorten max_tokens by 4096 or start with num_pages (--num-pages) 97"
     )
 
 
 def test_a_prompt_too_long_by_itself_is_what_the_message_names():
     assert refusal(Scheduler(65, 512), 8193, 100) == (
         "prompt needs 65 pages, the cache has 64: "
-        "shorten the prompt by 100 tokens or start with --num-pages 66"
+        "shorten the prompt by 100 tokens or start with num_pages (--num-pages) 66"
     )
     assert refusal(Scheduler(2, 512), 129, 500) == (
         "prompt needs 2 pages, the cache has 1: "
-        "shorten the prompt by 1 tokens and max_tokens by 499 or start with --num-pages 6"
+        "shorten the prompt by 1 tokens and max_tokens by 499 or start with "
+        "num_pages (--num-pages) 6"
     )
 
 
@@ -73,7 +74,7 @@ def test_following_the_advice_makes_the_request_fit_and_less_does_not():
             fewer, less = int(advice.get("the prompt", 0)), int(advice.get("max_tokens", 0))
             if "pages" in message:
                 assert ask(prompt - fewer, output - less) is None
-                need = int(re.search(r"--num-pages (\d+)", message)[1])
+                need = int(re.search(r"\(--num-pages\) (\d+)", message)[1])
                 assert ask(prompt, output, pages=need) is None
                 assert ask(prompt, output, pages=need - 1) is not None
             if fewer:

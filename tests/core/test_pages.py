@@ -30,7 +30,7 @@ def test_an_exhausted_pool_hands_out_nothing():
 
 
 def test_a_cache_without_a_usable_page_is_refused_with_the_least_that_works():
-    with pytest.raises(CapacityError, match="--num-pages 2"):
+    with pytest.raises(CapacityError, match=r"num_pages \(--num-pages\) 2"):
         pool_of(1)
 
 

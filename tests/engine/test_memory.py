@@ -43,7 +43,9 @@ def test_no_more_pages_are_taken_than_all_requests_could_hold(tiny: Path) -> Non
 def test_what_was_asked_for_is_taken_or_refused_with_what_would_fit(tiny: Path) -> None:
     assert pages(tiny, num_pages=7)[0] == 7
     row_bytes = pages(tiny, num_pages=7)[1]
-    with pytest.raises(CapacityError, match=f"lower --num-pages to {FREE // row_bytes}"):
+    with pytest.raises(
+        CapacityError, match=rf"lower num_pages \(--num-pages\) to {FREE // row_bytes}"
+    ):
         pages(tiny, num_pages=FREE // row_bytes + 1)
     with pytest.raises(CapacityError, match="lower cache_bytes"):
         pages(tiny, cache_bytes=FREE + 1)
@@ -56,7 +58,8 @@ def test_a_request_may_have_what_the_cache_holds_where_that_is_less_and_it_is_sa
     command = Build(str(tiny), EngineConfig(num_pages=10), {}, logging.INFO)
     engine = build_engine(str(tiny), command.config, progress=False)
     assert worker._info(engine, command).max_model_len == 9 * 128
-    said = "takes 65536 tokens, the cache holds 1152: a request may have 1152, with --num-pages 513"
+    said = "takes 65536 tokens, the cache holds 1152: a request may have 1152, with "
+    said += "num_pages (--num-pages) 513 all of them"
     assert said in caplog.text
     engine.add("longest", [1] * 1000, SamplingParams(max_tokens=152))
     with pytest.raises(CapacityError, match="request needs 10 pages, the cache has 9"):
@@ -65,7 +68,9 @@ def test_a_request_may_have_what_the_cache_holds_where_that_is_less_and_it_is_sa
 
 def test_a_length_that_was_asked_for_and_does_not_fit_is_refused(tiny: Path) -> None:
     pages(tiny, num_pages=17, max_model_len=2048)
-    says = r"is 2048, the cache of 16 pages holds 1920 tokens: lower it to 1920, .*--num-pages 17"
+    says = (
+        r"is 2048, the cache of 16 pages holds 1920 tokens: lower it to 1920, .*\(--num-pages\) 17"
+    )
     with pytest.raises(CapacityError, match=says):
         pages(tiny, num_pages=16, max_model_len=2048)
 

@@ -79,7 +79,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_layers_that_would(
         random_weights(spec, torch.bfloat16, "nvfp4", "mxfp8")
     words = str(raised.value)
     assert "60 layers take 248.7 GB, 20.0 GB of memory are free" in words
-    fitting = int(words.split("--layers ")[1].split()[0])
+    fitting = int(words.split("(--layers) ")[1].split()[0])
     formats = [FORMATS[name] for name in ("nvfp4", "mxfp8", "bf16")]
     assert sum(weight_bytes(spec.with_layers(fitting), *formats).values()) <= 20 * 10**9
     assert sum(weight_bytes(spec.with_layers(fitting + 1), *formats).values()) > 20 * 10**9

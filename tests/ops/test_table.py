@@ -58,7 +58,7 @@ def test_without_triton_a_gpu_is_not_served_and_triton_is_named(
 def test_without_nvcc_hopper_points_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch, (9, 0), nvcc=None)
     assert why_not("cuda") is None
-    assert "use --backend cuda" in str(why_not("hopper"))
+    assert "use backend (--backend) cuda" in str(why_not("hopper"))
 
 
 def test_an_op_of_two_kinds_of_kernels_says_which_serves_what_and_chooses_by_arguments() -> None:

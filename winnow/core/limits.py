@@ -40,7 +40,7 @@ def check_fits(request: Request, num_usable: int, max_tokens_per_request: int | 
         advice = _advice(prompt, output, num_usable * BLOCK_TOKENS + 1)
         raise CapacityError(
             f"{what} pages, the cache has {num_usable}: {advice} "
-            f"or start with --num-pages {need + 1}"
+            f"or start with num_pages (--num-pages) {need + 1}"
         )
 
 

@@ -24,7 +24,7 @@ class PagePool:
         if num_pages < 2:
             raise CapacityError(
                 f"the cache has {num_pages} pages and one is kept for padding: "
-                "start with --num-pages 2 or more"
+                "start with num_pages (--num-pages) 2 or more"
             )
         self.num_pages = num_pages
         self._on_evict = on_evict

@@ -133,11 +133,11 @@ def _check_length(config: EngineConfig, engine: Engine) -> None:
     if config.max_model_len is not None:
         raise CapacityError(
             f"max_model_len is {length}, the cache of {pages} pages holds "
-            f"{held} tokens: lower it to {held}, or start with --num-pages {needed}"
+            f"{held} tokens: lower it to {held}, or start with num_pages (--num-pages) {needed}"
         )
     log.info(
-        "the model takes %d tokens, the cache holds %d: a request may have %d, with --num-pages %d "
-        "all of them", length, held, held, needed,
+        "the model takes %d tokens, the cache holds %d: a request may have %d, with "
+        "num_pages (--num-pages) %d all of them", length, held, held, needed,
     )  # fmt: skip
 
 
@@ -196,10 +196,12 @@ def _prepare(config: EngineConfig) -> torch.device:
 def _open(model: str, num_layers: int | None) -> tuple[ModelSpec, Tokenizer | None]:
     path = checkpoint_path(model)
     if not path.is_dir():
-        known = f"demo, or a preset with --random-weights ({', '.join(PRESETS)})"
+        known = f"demo, or a preset with random_weights (--random-weights) ({', '.join(PRESETS)})"
         raise UnsupportedError(f"{model!r} is no directory: give a checkpoint's directory, {known}")
     if num_layers is not None:
-        raise UnsupportedError("--layers cuts presets only: a checkpoint is served whole")
+        raise UnsupportedError(
+            "num_layers (--layers) cuts presets only: a checkpoint is served whole"
+        )
     return read_spec(path), load_tokenizer(path)
 
 

@@ -94,6 +94,6 @@ class LiveRequest:
             )
         return RequestError(
             f"request {self.request.request_id!r}: the model gave NaN or infinite logits {after}; "
-            "it is ended, the others go on. Check the checkpoint with --kv-format model, then its "
-            "weights"
+            "it is ended, the others go on. Check the checkpoint with kv_format "
+            "(--kv-format) model, then its weights"
         )

@@ -58,7 +58,7 @@ def count_pages(
         if config.num_pages * row_bytes > available:
             raise CapacityError(
                 f"{config.num_pages} pages of {row_bytes} bytes were asked for, {available} "
-                f"bytes are free: lower --num-pages to {max(0, available // row_bytes)}"
+                f"bytes are free: lower num_pages (--num-pages) to {max(0, available // row_bytes)}"
             )
         return config.num_pages
     if config.cache_bytes is not None:
@@ -122,7 +122,8 @@ def _largest_step(
     except torch.OutOfMemoryError as error:
         raise CapacityError(
             f"a step of {config.step_tokens} tokens and {config.max_running} requests does not "
-            f"fit beside the weights: lower --max-step-tokens or --max-running ({error})"
+            f"fit beside the weights: lower max_step_tokens (--max-step-tokens) or max_running "
+            f"(--max-running) ({error})"
         ) from error
     _free_of_cached(device)
     return spent

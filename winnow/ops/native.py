@@ -77,7 +77,7 @@ def _build() -> Path:
     if command is None:
         raise UnsupportedError(
             "the cpu backend needs a C++ compiler once, to build its kernels: install g++, or use "
-            "--backend reference, which is slow"
+            "backend (--backend) reference, which is slow"
         )
     version = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
     openmp = _torch_openmp()

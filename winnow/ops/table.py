@@ -149,11 +149,11 @@ def _why_not_on_a_gpu(backend: str) -> str | None:
     if find_spec("triton") is None:
         return f"{backend} needs triton: pip install 'triton>=3.6'"
     if backend == "hopper" and capability != (9, 0):
-        return f"hopper needs {needs}, not {name}: use --backend cuda"
+        return f"hopper needs {needs}, not {name}: use backend (--backend) cuda"
     if backend == "hopper" and cuda_compiler() is None:
         return (
             "hopper needs nvcc once, to build its kernels: install the CUDA toolkit (12.4 or "
-            "newer), set NVCC to the compiler's path, or use --backend cuda"
+            "newer), set NVCC to the compiler's path, or use backend (--backend) cuda"
         )
     return None
 

@@ -99,7 +99,7 @@ def _check_memory(spec: ModelSpec, formats: tuple[Format, Format, Format], free:
         return
     fitting = [n for n in range(1, spec.num_layers) if needed(spec.with_layers(n)) <= free]
     advice = (
-        f"cut the model with --layers {fitting[-1]} or choose a smaller format"
+        f"cut the model with num_layers (--layers) {fitting[-1]} or choose a smaller format"
         if fitting
         else "not even one layer fits, choose a smaller format or another machine"
     )

@@ -207,13 +207,13 @@ def _refusal(x: Tensor, spec: ModelSpec, pages: LayerPages) -> str | None:
     if not set(dims) <= set(DIMS) or spec.rotary_dim not in ROTARY_DIMS:
         return (
             f"hopper's insertion takes heads of {DIMS} dims of which {ROTARY_DIMS} are rotated, "
-            f"not {dims} and {spec.rotary_dim}: use --backend cuda"
+            f"not {dims} and {spec.rotary_dim}: use backend (--backend) cuda"
         )
     low, high = GLOBAL_SCALES
     for paged in (pages.key, pages.value, pages.index):
         if paged is not None and not low <= paged.global_scale <= high:
             return (
                 f"hopper's insertion takes cache scales from {low} to {high}, not "
-                f"{paged.global_scale}: use --backend cuda"
+                f"{paged.global_scale}: use backend (--backend) cuda"
             )
     return None

@@ -96,12 +96,12 @@ def _refusal(q: Tensor, pages: LayerPages) -> str | None:
     if q.dtype is not torch.bfloat16 or key.format not in FORMATS or value.format != key.format:
         return (
             "hopper's dense prefill takes bf16 queries and a bf16, fp8 or nvfp4 cache, not "
-            f"{q.dtype} and {key.format.name}: use --backend cuda"
+            f"{q.dtype} and {key.format.name}: use backend (--backend) cuda"
         )
     group = q.shape[1] / key.codes.shape[1]
     if q.shape[2] != HEAD_DIM or group != GROUP:
         return (
             f"hopper's dense prefill takes {HEAD_DIM} dims a head and {GROUP} query heads a KV "
-            f"head, not {q.shape[2]} and {group:g}: use --backend cuda"
+            f"head, not {q.shape[2]} and {group:g}: use backend (--backend) cuda"
         )
     return None

@@ -94,7 +94,7 @@ def prepare(weight: Weight, *, woven: bool = False) -> Weight:
     if bool(((scales > MAX_SCALE) & (scales != _NAN_SCALE)).any()):
         raise UnsupportedError(
             f"these kernels multiply by scales up to 2^{MAX_SCALE - 127}, and a weight has larger "
-            "ones: use --backend cuda"
+            "ones: use backend (--backend) cuda"
         )
     # Kernels see NaN in a scale or in a code. Where one is, an output is NaN whatever the rest of
     # its group of columns is, so each is put into the other; woven codes beside it are 0.
@@ -128,7 +128,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     if not takes(x, weight):
         raise UnsupportedError(
             f"these kernels multiply bf16 rows by MXFP8 weights of whole strips, not {x.dtype} by "
-            f"{type(weight).__name__}: serve the model in bfloat16, or use --backend cuda"
+            f"{type(weight).__name__}: serve the model in bfloat16, or use backend (--backend) cuda"
         )
     packed, early = _packed(weight)
     return _product(x, (packed,), early)[0]

@@ -116,7 +116,7 @@ def moe(mlp: Mlp) -> Moe:
             raise UnsupportedError(
                 "hopper's experts take bf16 rows, NVFP4 experts, a shared expert in MXFP8 or "
                 f"NVFP4, widths that are multiples of {BLOCK} and a finite swiglu_limit: use "
-                "--backend cuda"
+                "backend (--backend) cuda"
             )
         stored, weights = weights, prepare(_own(weights), spec)
         if x.shape[0] > PREFILL_ROWS and hopper_prefill.takes(x, weights, spec):

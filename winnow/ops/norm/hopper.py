@@ -80,7 +80,7 @@ def _rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not takes(x, weight, eps):
         raise UnsupportedError(
             f"hopper's norm takes bf16 rows of a multiple of {_VALUES} values up to {MAX_WIDTH}, "
-            f"not {x.shape[-1]} in {x.dtype}: use --backend cuda"
+            f"not {x.shape[-1]} in {x.dtype}: use backend (--backend) cuda"
         )
     if x.stride(1) != 1 or x.stride(0) % _VALUES or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)

@@ -132,7 +132,7 @@ def _refusal(
     if index.format.name not in FORMATS:
         return (
             f"the hopper backend reads index keys in {', '.join(FORMATS)}, this cache holds "
-            f"{index.format.name}: start with --index-format nvfp4"
+            f"{index.format.name}: start with index_format (--index-format) nvfp4"
         )
     narrow = index.format is BF16
     if index_q.dtype not in ((torch.bfloat16,) if narrow else (torch.bfloat16, torch.float32)):
@@ -151,7 +151,7 @@ def _refusal(
             limit = f"at most {allowed[-1]}" if isinstance(allowed, range) else f"one of {allowed}"
             return (
                 f"the hopper backend's indexer takes {what} of {limit}, not {given}: "
-                "use --backend cuda, or change it"
+                "use backend (--backend) cuda, or change it"
             )
     return None
 

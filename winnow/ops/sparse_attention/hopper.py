@@ -127,13 +127,14 @@ def _refusal(q: Tensor, pages: LayerPages, group: int, topk: int) -> str | None:
     if q.dtype is not torch.bfloat16 or value.format is not key.format or stored not in _FORMATS:
         return (
             f"hopper's sparse attention takes bf16 queries and a cache in {', '.join(_FORMATS)}, "
-            f"not {q.dtype} and {stored}: serve the model in bfloat16, or use --backend cuda"
+            f"not {q.dtype} and {stored}: serve the model in bfloat16, or use backend (--backend) "
+            "cuda"
         )
     if q.shape[-1] != HEAD_DIM or group > MAX_GROUP or topk > MAX_TOPK:
         return (
             f"hopper's sparse attention takes {HEAD_DIM} dims a head, up to {MAX_GROUP} query "
             f"heads a KV head and up to {MAX_TOPK} blocks, not {q.shape[-1]}, {group} and {topk}: "
-            "use --backend cuda"
+            "use backend (--backend) cuda"
         )
     return None
 

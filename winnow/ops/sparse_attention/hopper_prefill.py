@@ -263,19 +263,19 @@ def _refusal(q: Tensor, ids: Tensor, batch: Batch, pages: LayerPages) -> str | N
     if q.dtype is not torch.bfloat16 or key.format not in FORMATS or value.format != key.format:
         return (
             "hopper's sparse prefill takes bf16 queries and a bf16, fp8 or nvfp4 cache, not "
-            f"{q.dtype} and {key.format.name}: use --backend cuda"
+            f"{q.dtype} and {key.format.name}: use backend (--backend) cuda"
         )
     group, topk = q.shape[1] / ids.shape[1], ids.shape[2]
     if q.shape[2] != HEAD_DIM or group != GROUP or topk > MAX_TOPK:
         return (
             f"hopper's sparse prefill takes {HEAD_DIM} dims a head, {GROUP} query heads a KV head "
             f"and up to {MAX_TOPK} blocks, not {q.shape[2]}, {group:g} and {topk}: use "
-            "--backend cuda"
+            "backend (--backend) cuda"
         )
     if ids.shape[1] * batch.block_tables.numel() > MAX_BINS:
         return (
             f"hopper's sparse prefill lists up to {MAX_BINS} blocks of requests and KV heads, not "
-            f"{ids.shape[1] * batch.block_tables.numel()}: use --backend cuda"
+            f"{ids.shape[1] * batch.block_tables.numel()}: use backend (--backend) cuda"
         )
     return None
 
