@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from support import driving
 
 from winnow import LLM, SamplingParams
@@ -23,14 +25,23 @@ from winnow.engine.llm import Completion
 from winnow.engine.runner import Runner
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-PREFIX = driving.prompt_of(300, 256)
-PROMPTS = [[*PREFIX, 1], [*PREFIX, 2], driving.prompt_of(250, 256)]
+PREFIX = driving.prompt_of(140, 256)
+PROMPTS = [[*PREFIX, 1], [*PREFIX, 2], driving.prompt_of(125, 256)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of a step wait for each other in loops, which beside other work takes seconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def llm(tiny: Path) -> LLM:
-    """Its requests chunk their prompts and give pages back to each other."""
-    return LLM(str(tiny), num_pages=8, max_step_tokens=200, progress=False)
+    """Its prompts are chunked and hit each other's prefix, and one has to give its pages back."""
+    return LLM(str(tiny), num_pages=5, max_step_tokens=100, progress=False)
 
 
 def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
@@ -118,6 +129,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(llm: LLM) -> None:
         return False
 
     assert not interrupted(0)
+    assert llm.engine.stats().preemptions > 0
     rng, lines = random.Random(3), seen
     for moment in sorted(rng.sample(range(1, lines), 60)):
         assert interrupted(moment)

@@ -11,7 +11,8 @@ import pytest
 
 from winnow.config import EngineConfig
 from winnow.engine import worker
-from winnow.engine.messages import Build, Failed
+from winnow.engine.build import build_engine
+from winnow.engine.messages import Build, Failed, Ready
 from winnow.engine.wire import Channel
 
 
@@ -69,3 +70,26 @@ def test_a_front_that_leaves_before_it_asks_for_anything_ends_the_worker(
     theirs, channel = ends
     channel._socket.close()
     worker.run_worker(theirs)
+
+
+def test_a_step_that_breaks_off_ends_the_process_with_its_cause(
+    tiny: Path,
+    ends: tuple[socket.socket, Channel],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Clients are told at once and the server is started anew, on a device that may be at fault."""
+    theirs, channel = ends
+    engine = build_engine(str(tiny), EngineConfig(num_pages=8), progress=False)
+    monkeypatch.setattr(engine.runner, "run", lambda *_: 1 // 0)
+    monkeypatch.setattr(worker, "_build", lambda *_: engine)
+    engine.add("one", [1, 2])
+    channel.send(build(str(tiny)))
+    with pytest.raises(SystemExit) as end:
+        worker.run_worker(theirs)
+    assert end.value.code == 1
+    ready, failed = channel.receive(wait=True)
+    assert isinstance(ready, Ready)
+    assert isinstance(failed, Failed)
+    assert "ZeroDivisionError" in failed.message
+    assert "Traceback" in capfd.readouterr().err
