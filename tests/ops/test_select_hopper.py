@@ -63,7 +63,7 @@ def test_a_code_moved_and_scaled_as_the_kernel_does_is_exact_in_fp16() -> None:
         ({"dim": 64}, "one of \\(128,\\), not 64"),
         ({"heads": 3}, "one of \\(1, 2, 4, 8\\), not 3"),
         ({"dtype": torch.float16}, "not torch.float16"),
-        ({"format": "fp32"}, "holds fp32: start with --index-format nvfp4"),
+        ({"format": "fp32"}, "holds fp32: start with index_format \\(--index-format\\) nvfp4"),
         ({"format": "bf16", "dtype": torch.float32}, "not torch.float32 over bf16"),
     ],
 )
