@@ -21,7 +21,8 @@ from winnow.ops.codec import reference as codec
 from winnow.ops.table import kernels
 
 REFERENCE = kernels("reference")
-LENGTH = 1700
+LENGTH = 1300
+"""More than twice the window of 4 blocks, and no whole number of blocks or steps."""
 
 
 @pytest.fixture(scope="module", params=(128, 64), ids=("head_dim 128", "head_dim 64"))
@@ -29,10 +30,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A transformers model with its checkpoint saved beside it."""
     built = oracle.build(request.param, seed=3)
     built.directory = oracle.save(built, tmp_path_factory.mktemp("oracle"))
+    built.plain = oracle.logits(built, driving.prompt_of(LENGTH, oracle.VOCAB))
     return built
 
 
-def engine_of(directory: Path, kv: str, index: str, budget: int = 300) -> Engine:
+def engine_of(directory: Path, kv: str, index: str, budget: int = 200) -> Engine:
     return driving.engine(directory, kv_format=kv, index_format=index, max_step_tokens=budget)
 
 
@@ -66,7 +68,7 @@ def test_selections_and_outputs_are_the_references_over_the_same_rows(
         own, select_blocks=select, sparse_attention=sparse, dense_attention=dense
     )
     driving.greedy(engine, driving.prompt_of(LENGTH, oracle.VOCAB), 4)
-    assert seen["selections"] == seen["outputs"] >= 3 * 9
+    assert seen["selections"] == seen["outputs"] >= 3 * 10
     assert seen["selected"] > 3 * (LENGTH - 600)
 
 
@@ -89,7 +91,6 @@ def test_the_model_is_transformers_with_rounded_keys_and_values(
     from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
     prompt = driving.prompt_of(LENGTH, oracle.VOCAB)
-    plain = oracle.logits(model, prompt)
     rotate = modeling.apply_rotary_pos_emb
 
     def rotate_and_round(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +112,7 @@ def test_the_model_is_transformers_with_rounded_keys_and_values(
     # A key that lies on a rounding boundary in fp32 may fall to either side, and so may a block
     # at the cut; nearly every position must agree closely, and rounding itself must show.
     apart = torch.linalg.vector_norm(got - want, dim=-1) / torch.linalg.vector_norm(want, dim=-1)
+    plain = model.plain
     effect = torch.linalg.vector_norm(got - plain, dim=-1) / torch.linalg.vector_norm(plain, dim=-1)
     assert apart.median() < 1e-3
     assert (apart < 2e-2).float().mean() > 0.98

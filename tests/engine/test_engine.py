@@ -131,7 +131,7 @@ def test_every_pair_of_cache_formats_is_deterministic_and_counts_what_it_clips(
 def test_an_abort_at_any_moment_returns_every_page_and_leaves_the_others_alone(
     tiny: Path, alone: dict[str, list[int]]
 ) -> None:
-    for moment in range(0, 30, 3):
+    for moment in range(0, 30, 5):
         engine = driving.engine(tiny, max_step_tokens=128, **OPTIONS)
         for request_id in ("r5", "r4", "r2"):
             engine.add(request_id, *REQUESTS[request_id])
