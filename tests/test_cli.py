@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,6 +102,21 @@ def test_a_seed_gives_the_same_tokens_again_and_another_seed_others(tiny: Path) 
 
     assert tokens(3) == tokens(3)
     assert tokens(3) != tokens(4)
+
+
+def test_options_that_are_not_given_are_the_checkpoints_own(tiny: Path, tmp_path: Path) -> None:
+    """Drawn by a seed, unless the checkpoint says that it is to be greedy."""
+    shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0}')
+
+    def tokens(model: Path, *given: str) -> list[int]:
+        words = ("--max-tokens", "16", "--seed", "3", "--num-pages", "8", "--json", *given)
+        return winnow("generate", model, "--token-ids", "1,2", *words).json["token_ids"]
+
+    drawn, greedy = tokens(tiny), tokens(tiny, "--temperature", "0")
+    assert drawn != greedy
+    assert tokens(tmp_path / "model") == greedy
+    assert tokens(tmp_path / "model", "--temperature", "1") == drawn
 
 
 def test_stop_options_end_the_answer(tiny: Path) -> None:

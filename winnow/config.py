@@ -71,6 +71,8 @@ _SAMPLING_RANGES = {
     "logprobs": _Range(0, MAX_LOGPROBS, "how many likely tokens to report", optional=True),
     "min_tokens": _Range(0, math.inf, "tokens before the end may come"),
 }
+CHECKPOINT_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of SamplingParams that a checkpoint may have defaults for."""
 _BIAS = _Range(-100.0, 100.0, "it is added to the token's logit", whole=False)
 _ID = _Range(0, _MAX_ID, "ids come from the model's tokenizer")
 

@@ -139,6 +139,13 @@ def test_parameters_reach_the_engine(server: Running) -> None:
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.5, 7, ("x",), 2)
 
 
+def test_what_a_request_does_not_say_of_sampling_the_model_says(server: Running) -> None:
+    server.post("/v1/chat/completions", chat_body(top_p=0.5))
+    params = server.engine.submitted[-1][1]
+    assert isinstance(params, SamplingParams)
+    assert (params.temperature, params.top_p, params.top_k) == (0.25, 0.5, 0)
+
+
 def test_without_a_limit_an_answer_gets_what_the_model_leaves_up_to_the_servers(
     server: Running,
 ) -> None:

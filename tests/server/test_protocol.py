@@ -332,3 +332,11 @@ def test_any_body_is_a_request_or_a_request_error(fields: dict[str, Any], said: 
         request = parse(ChatRequest, body.encode())
         request.template_messages()
         assert sampling(request).max_tokens > 0
+
+
+def test_a_request_without_an_option_gets_the_models_own_and_one_with_it_keeps_it() -> None:
+    defaults = {"temperature": 0.3, "top_k": 40, "min_p": 0.05}
+    params = sampling(chat(top_k=7, temperature=0), defaults=defaults)
+    assert (params.temperature, params.top_k, params.min_p) == (0.0, 7, 0.05)
+    params = sampling(completion(top_k=-1), defaults=defaults)
+    assert (params.temperature, params.top_k, params.top_p) == (0.3, 0, 1.0)

@@ -24,6 +24,7 @@ INFO = ModelInfo(
     dtype="float32",
     backend="cpu",
     eos_ids=(0,),
+    default_sampling={"temperature": 0.25, "top_p": 0.75},
 )
 DEATH = "the engine's process was ended by SIGKILL"
 

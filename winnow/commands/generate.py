@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from winnow.commands.engine_options import add_engine_options, add_model, given_options
 from winnow.commands.parsing import command
-from winnow.config import Constraint, SamplingParams
+from winnow.config import CHECKPOINT_SAMPLING, Constraint, SamplingParams
 from winnow.errors import RequestError
 from winnow.spec.embedded import checkpoint_path
 
@@ -62,9 +62,11 @@ def _sampling_options(group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             "--" + name.replace("_", "-"),
             type=kind,
-            default=getattr(SamplingParams, name),
+            default=None if name in CHECKPOINT_SAMPLING else getattr(SamplingParams, name),
             metavar=metavar,
-            help=text,
+            help=f"{text}; default: the checkpoint's own, else {getattr(SamplingParams, name):g}"
+            if name in CHECKPOINT_SAMPLING
+            else text,
         )
     again = "ends the answer; may be given again"
     group.add_argument(
@@ -87,12 +89,13 @@ def _generate(args: argparse.Namespace) -> int:
     if args.logprobs is not None and not args.json:
         raise RequestError(f"--logprobs {args.logprobs} without --json shows nothing: add --json")
     prompt = _prompt(args)
-    params = SamplingParams(
+    given = {name: getattr(args, name) for name in _SAMPLING}
+    own = SamplingParams(
         stop=tuple(args.stop),
         stop_ids=tuple(args.stop_id),
         ignore_eos=args.ignore_eos,
         constraint=_constraint(args),
-        **{name: getattr(args, name) for name in _SAMPLING},
+        **{name: value for name, value in given.items() if value is not None},
     )
     llm = LLM(
         args.model,
@@ -101,6 +104,8 @@ def _generate(args: argparse.Namespace) -> int:
         progress=not args.json,
         **given_options(args),
     )
+    unsaid = [name for name in CHECKPOINT_SAMPLING if given[name] is None]
+    params = replace(own, **{name: getattr(llm.default_params, name) for name in unsaid})
     streamed = not args.json and llm.engine.tokenizer is not None
     token_ids: list[int] = []
     texts: list[str] = []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from winnow.config import EngineConfig
+from winnow.config import EngineConfig, SamplingParams
 from winnow.core.scheduler import Scheduler
 from winnow.engine.engine import Engine
 from winnow.engine.graphs import CudaCapture, StepGraphs
@@ -17,8 +18,13 @@ from winnow.engine.runner import Runner
 from winnow.engine.shapes import table_widths
 from winnow.engine.storage import PageStorage
 from winnow.engine.text import Tokenizer, load_tokenizer
-from winnow.errors import CapacityError, UnsupportedError
-from winnow.model.checkpoint import load_checkpoint, random_weights, read_spec
+from winnow.errors import CapacityError, CheckpointError, RequestError, UnsupportedError
+from winnow.model.checkpoint import (
+    load_checkpoint,
+    random_weights,
+    read_generation_config,
+    read_spec,
+)
 from winnow.model.transformer import Transformer
 from winnow.model.weights import ModelWeights, Prepare
 from winnow.ops import native
@@ -58,9 +64,9 @@ def build_engine(
     table = kernels(_backend(config))
     if random:
         spec = preset(model) if num_layers is None else preset(model).with_layers(num_layers)
-        tokenizer = None
+        tokenizer, default_params = None, SamplingParams()
     else:
-        spec, tokenizer = _open(model, num_layers)
+        spec, tokenizer, default_params = _open(model, num_layers)
     for note in spec.notes:
         log.warning("%s", note)
     dtype, model_format = _DTYPES[config.dtype or _own_dtype(config, spec)]
@@ -74,7 +80,7 @@ def build_engine(
     else:
         path = checkpoint_path(model)
         weights = load_checkpoint(path, spec, dtype, progress, device, report, prepare)
-    return assemble(spec, weights, tokenizer, config, table, model_format)
+    return assemble(spec, weights, tokenizer, config, table, model_format, default_params)
 
 
 def assemble(
@@ -84,6 +90,7 @@ def assemble(
     config: EngineConfig,
     table: Kernels,
     model_format: Format,
+    default_params: SamplingParams,
 ) -> Engine:
     """An engine over weights that are in memory already."""
     layout = RowLayout.of(
@@ -115,7 +122,7 @@ def assemble(
         "backend %s, KV %s, index %s, %d pages of %d bytes",
         table.backend, layout.kv_format.name, layout.index_format.name, num_pages, layout.row_bytes,
     )  # fmt: skip
-    engine = Engine(spec, runner, scheduler, tokenizer, max_model_len)
+    engine = Engine(spec, runner, scheduler, tokenizer, max_model_len, default_params)
     _check_length(config, engine)
     return engine
 
@@ -193,7 +200,7 @@ def _prepare(config: EngineConfig) -> torch.device:
     return device
 
 
-def _open(model: str, num_layers: int | None) -> tuple[ModelSpec, Tokenizer | None]:
+def _open(model: str, num_layers: int | None) -> tuple[ModelSpec, Tokenizer | None, SamplingParams]:
     path = checkpoint_path(model)
     if not path.is_dir():
         known = f"demo, or a preset with random_weights (--random-weights) ({', '.join(PRESETS)})"
@@ -202,7 +209,20 @@ def _open(model: str, num_layers: int | None) -> tuple[ModelSpec, Tokenizer | No
         raise UnsupportedError(
             "num_layers (--layers) cuts presets only: a checkpoint is served whole"
         )
-    return read_spec(path), load_tokenizer(path)
+    return read_spec(path), load_tokenizer(path), _default_params(path)
+
+
+def _default_params(directory: Path) -> SamplingParams:
+    """How a checkpoint wants to be sampled where a request says nothing."""
+    given = read_generation_config(directory).sampling
+    try:
+        params = SamplingParams.from_options(given)
+    except RequestError as error:
+        raise CheckpointError(f"{directory / 'generation_config.json'}: {error}") from error
+    if given:
+        words = ", ".join(f"{name} {value}" for name, value in given.items())
+        log.info("sampled with %s unless a request says otherwise", words)
+    return params
 
 
 def _random_weights(

@@ -39,12 +39,15 @@ class Engine:
         scheduler: Scheduler,
         tokenizer: Tokenizer | None,
         max_model_len: int,
+        default_params: SamplingParams | None = None,
     ) -> None:
         self.spec = spec
         self.runner = runner
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.default_params = default_params or SamplingParams()
+        """For requests without any: what the checkpoint's generation_config.json says."""
         self.started: tuple[str, ...] = ()
         """Requests that had their first rows in the last step."""
         self._live: dict[str, LiveRequest] = {}
@@ -77,7 +80,7 @@ class Engine:
         constraint is compiled here, however long that takes. Raises RequestError for a request
         that is wrong and CapacityError for one that can never fit; both leave the engine as it was.
         """
-        params = params or SamplingParams()
+        params = params or self.default_params
         prompt_ids = self._prompt_ids(prompt)
         self._check(prompt_ids, params)
         stop_ids = set(params.stop_ids)

@@ -56,6 +56,10 @@ class LLM:
             num_layers=num_layers,
             progress=progress,
         )
+        self.default_params = self.engine.default_params
+        """Of calls without params: what the checkpoint's generation_config.json says of sampling.
+        `dataclasses.replace()` changes a field; a `SamplingParams` of one's own knows nothing of
+        the checkpoint."""
         self._ids = count()
         self._mail: dict[str, deque[Output]] = {}
         self._turns = Turns()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from winnow.config import EngineConfig, SamplingParams
@@ -65,6 +65,8 @@ class ModelInfo:
     dtype: str
     backend: str
     eos_ids: tuple[int, ...]
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    """Options of SamplingParams, by their names there, of requests that do not give them."""
     notes: tuple[str, ...] = ()
     """What had to be decided about the checkpoint."""
 

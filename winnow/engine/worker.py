@@ -13,6 +13,7 @@ import sys
 import traceback
 from time import perf_counter
 
+from winnow.config import CHECKPOINT_SAMPLING
 from winnow.engine.build import build_engine
 from winnow.engine.engine import Engine
 from winnow.engine.messages import Abort, Add, Build, Failed, Loading, ModelInfo, Ready, Stepped
@@ -126,6 +127,9 @@ def _info(engine: Engine, build: Build) -> ModelInfo:
         dtype=str(engine.runner.model.weights.embedding.dtype).removeprefix("torch."),
         backend=engine.runner.model.kernels.backend,
         eos_ids=spec.eos_ids,
+        default_sampling={
+            name: getattr(engine.default_params, name) for name in CHECKPOINT_SAMPLING
+        },
         notes=spec.notes,
     )
 

@@ -76,6 +76,7 @@ async def jobs_of(
                 max_model_len=serving.model().max_model_len,
                 default_max_tokens=serving.config.default_max_tokens,
                 vocab_size=serving.model().vocab_size,
+                defaults=serving.model().default_sampling,
                 constraint=constraint,
                 choice=choice,
             ),

@@ -6,6 +6,7 @@ Knows no endpoint, and no prompt but its length.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from winnow.config import Constraint, SamplingParams, check_ids
@@ -22,13 +23,15 @@ def to_sampling(
     max_model_len: int,
     default_max_tokens: int,
     vocab_size: int,
+    defaults: Mapping[str, float] | None = None,
     constraint: Constraint | None = None,
     choice: int = 0,
 ) -> SamplingParams:
     """How the engine is to continue a prompt of `prompt_tokens` tokens.
 
     Without a limit of its own, a request gets as many tokens as `max_model_len` leaves, and no
-    more than `default_max_tokens`. `choice` is the number of the answer among the `n` of a
+    more than `default_max_tokens`. `defaults` are the model's own for options that it does not
+    give, by the engine's names. `choice` is the number of the answer among the `n` of a
     prompt: with a seed, each draws from its own. FieldError for values out of range.
     """
     limit_field, limit = request.token_limit()
@@ -73,7 +76,7 @@ def to_sampling(
                 check_ids(field, value, vocab_size)
         except RequestError as error:
             raise FieldError(field, str(error)) from None
-    options = {name: value for name, (_, value) in given.items()}
+    options = {**(defaults or {}), **{name: value for name, (_, value) in given.items()}}
     try:
         return SamplingParams.from_options({**options, "constraint": constraint})
     except RequestError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from winnow.errors import CheckpointError, UnsupportedError
@@ -20,6 +20,7 @@ from winnow.model.checkpoint.forms import (
     check_tensor,
     find_form,
 )
+from winnow.model.checkpoint.generation import read_generation_config
 from winnow.model.checkpoint.names import (
     SKIPPED,
     Matrix,
@@ -79,7 +80,8 @@ class StoredModel:
 
 
 def read_spec(directory: Path | str) -> ModelSpec:
-    """The shape of the model in `directory`, from its config.json.
+    """The shape of the model in `directory`, from its config.json; what ends an answer also from
+    its generation_config.json.
 
     Raises CheckpointError for a missing, damaged or incomplete config, UnsupportedError for a
     model that this version does not compute.
@@ -91,10 +93,12 @@ def read_spec(directory: Path | str) -> ModelSpec:
             "beside its safetensors files"
         )
     config = read_json(path)
+    more = read_generation_config(path.parent).eos_ids
     try:
-        return ModelSpec.from_hf(config)
+        spec = ModelSpec.from_hf(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path.parent}: {error}") from error
+    return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *more))))
 
 
 def resolve(files: CheckpointFiles, spec: ModelSpec) -> StoredModel:
