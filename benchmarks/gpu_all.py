@@ -73,12 +73,16 @@ def timed(peers: Path | None) -> list[Part]:
     steps = "benchmarks/gpu_engine.py --part steps --commit {commit} --out {folder}/engine.jsonl"
     step = "-m winnow bench step minimax-m3.1-flash --random-weights --layers 4 --device cuda"
     state = "--kv-format nvfp4 --index-format nvfp4"
+    trace = "benchmarks/gpu_op_trace.py"
+    fp8 = (*"--kv-format fp8 --index-format fp8".split(), "select_blocks decode 1 x 524288")
     beside = () if peers is None else ("--peers", str(peers.resolve()))
     return [
         Part("kernels", "kernels", (*kernels.split(), *beside), 300),
         Part("fp8", "fp8", (*kernels.split(), "--kv-format", "fp8", "--index-format", "fp8"), 120),
         Part("steps", "steps", tuple(steps.split()), 120),
         Part("step", "step", (*step.split(), *state.split(), "--context", "8192"), 120),
+        Part("trace", "trace", (trace,), 90),
+        Part("trace-fp8", "trace-fp8", (trace, *fp8), 60),
     ]
 
 
