@@ -74,7 +74,7 @@ def timed(peers: Path | None) -> list[Part]:
     step = "-m winnow bench step minimax-m3.1-flash --random-weights --layers 4 --device cuda"
     state = "--kv-format nvfp4 --index-format nvfp4"
     trace = "benchmarks/gpu_op_trace.py"
-    fp8 = (*"--kv-format fp8 --index-format fp8".split(), "select_blocks decode 1 x 524288")
+    fp8 = ("--kv-format", "fp8", "--index-format", "fp8", "select_blocks decode 1 x 524288")
     beside = () if peers is None else ("--peers", str(peers.resolve()))
     return [
         Part("kernels", "kernels", (*kernels.split(), *beside), 300),
