@@ -41,14 +41,7 @@ constexpr int kInFlight = 1;  // products of 16 columns under way while the next
 // Four E4M3 bytes as fp16.
 __device__ __forceinline__ void convert(uint32_t four, __half2& low, __half2& high) {
   uint32_t a, b;
-  asm("{\n"
-      ".reg .b16 low, high;\n"
-      "mov.b32 {low, high}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
-      "}\n"
-      : "=r"(a), "=r"(b)
-      : "r"(four));
+  from_e4m3(four, a, b);
   low = halves(a), high = halves(b);
 }
 

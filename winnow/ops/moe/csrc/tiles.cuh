@@ -85,18 +85,6 @@ __device__ __forceinline__ uint2 shared_8(uint32_t at) {
 __device__ __forceinline__ uint32_t bits(__half2 x) { return reinterpret_cast<uint32_t&>(x); }
 __device__ __forceinline__ __half2 halves(uint32_t x) { return reinterpret_cast<__half2&>(x); }
 
-// Four E4M3 bytes as two pairs of fp16, exactly.
-__device__ __forceinline__ void from_e4m3(uint32_t four, uint32_t& low, uint32_t& high) {
-  asm("{\n"
-      ".reg .b16 l, h;\n"
-      "mov.b32 {l, h}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, l;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, h;\n"
-      "}\n"
-      : "=r"(low), "=r"(high)
-      : "r"(four));
-}
-
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

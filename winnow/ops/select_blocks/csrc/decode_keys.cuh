@@ -69,13 +69,6 @@ __device__ __half2 scale_pair(const uint8_t* scales) {
   return __half2(__nv_cvt_fp8x2_to_halfraw2(*reinterpret_cast<const uint16_t*>(scales), __NV_E4M3));
 }
 
-// Two E4M3 bytes as two fp16, exactly.
-__device__ uint32_t from_e4m3(uint32_t pair) {
-  uint32_t halves_of_both;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves_of_both) : "h"(static_cast<uint16_t>(pair)));
-  return halves_of_both;
-}
-
 __device__ uint4 shared_16(const uint8_t* at) { return *reinterpret_cast<const uint4*>(at); }
 
 __device__ uint32_t word_of(const uint4& words, int i) {
@@ -194,8 +187,7 @@ struct Wide {
           keys[step][2 + half] = word_of(chunks[half][word], 2 * step + 1);
         } else {
           const uint32_t four = word_of(chunks[half][word / 2], 2 * (word % 2) + step);
-          keys[step][half] = from_e4m3(four);
-          keys[step][2 + half] = from_e4m3(four >> 16);
+          from_e4m3(four, keys[step][half], keys[step][2 + half]);
         }
       }
     }

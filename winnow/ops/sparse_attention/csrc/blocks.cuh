@@ -249,10 +249,14 @@ struct Piece {
       }
     } else if constexpr (kFormat == kFp8) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const uint32_t halves = from_e4m3(words[i / 2] >> (16 * (i % 2)));
-        const float2 wide = widen(halves);
-        pairs[i / 4][i % 4] = kHalf ? halves : pack<false>(wide.x, wide.y);
+      for (int i = 0; i < 8; ++i) {
+        uint32_t(&own)[4] = pairs[i / 2];
+        uint32_t &low = own[2 * (i % 2)], &high = own[2 * (i % 2) + 1];
+        from_e4m3(words[i], low, high);
+        if constexpr (!kHalf) {
+          const float2 first = widen(low), second = widen(high);
+          low = pack<false>(first.x, first.y), high = pack<false>(second.x, second.y);
+        }
       }
     } else {
 #pragma unroll

@@ -140,7 +140,9 @@ struct Wide {
             mma_bf16(s[n], a, i ? k[n].z : k[n].x, i ? k[n].w : k[n].y);
           } else {
             const uint32_t word = i == 0 ? k[n].x : i == 1 ? k[n].y : i == 2 ? k[n].z : k[n].w;
-            mma(s[n], a, from_e4m3(word), from_e4m3(word >> 16));
+            uint32_t low, high;
+            from_e4m3(word, low, high);
+            mma(s[n], a, low, high);
           }
         }
       }
@@ -167,8 +169,8 @@ struct Wide {
       for (int i = 0; i < 2; ++i) {
         const uint32_t a = word_of(v[i][0], word), b = word_of(v[i][1], word);
         const uint32_t low = __byte_perm(a, b, 0x5140), high = __byte_perm(a, b, 0x7362);
-        f[i][0] = from_e4m3(low), f[i][1] = from_e4m3(low >> 16);
-        f[i][2] = from_e4m3(high), f[i][3] = from_e4m3(high >> 16);
+        from_e4m3(low, f[i][0], f[i][1]);
+        from_e4m3(high, f[i][2], f[i][3]);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) mma(r.o[4 * word + j], p, f[0][j], f[1][j]);
