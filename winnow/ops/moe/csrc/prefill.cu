@@ -45,18 +45,6 @@ __device__ __forceinline__ void convert(uint32_t four, __half2& low, __half2& hi
   low = halves(a), high = halves(b);
 }
 
-// A lane's eight codes of a step of 16 as fragment registers: row g, row g + 8, then both in the
-// upper half of the step's columns. Times the rows' scales.
-__device__ __forceinline__ void expand(uint32_t word, __half2 upper, __half2 lower,
-                                       uint32_t (&r)[4]) {
-  constexpr uint32_t kPlaces = 0x8E008E00u;  // s ee m of both halves
-  r[0] = bits(__hmul2(halves(word & kPlaces), upper));
-  r[1] = bits(__hmul2(halves((word << 3) & kPlaces), lower));
-  // A product moves sign and magnitude by different distances at once.
-  r[2] = bits(__hmul2(halves(((word & 0x40384038u) * 66u) & kPlaces), upper));
-  r[3] = bits(__hmul2(halves(((word & 0x20072007u) * 516u) & kPlaces), lower));
-}
-
 // One lane's part of a step of 64 columns of two strips.
 struct Weights {
   uint4 codes[2];

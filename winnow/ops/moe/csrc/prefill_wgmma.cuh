@@ -8,11 +8,9 @@
 #include <cstdint>
 
 #include "../../csrc/hopper.cuh"
+#include "expand.cuh"
 
 namespace {
-
-__device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
-__device__ __forceinline__ __half2 halves(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }
 
 // A warp's arrival, of which a barrier counts kWarpArrivals.
 __device__ __forceinline__ void barrier_arrive_warp(uint32_t bar, int lane) {

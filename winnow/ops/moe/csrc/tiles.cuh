@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "../../csrc/hopper.cuh"
+#include "expand.cuh"
 
 namespace {
 
@@ -82,25 +83,12 @@ __device__ __forceinline__ uint2 shared_8(uint32_t at) {
   return v;
 }
 
-__device__ __forceinline__ uint32_t bits(__half2 x) { return reinterpret_cast<uint32_t&>(x); }
-__device__ __forceinline__ __half2 halves(uint32_t x) { return reinterpret_cast<__half2&>(x); }
-
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// A word of eight codes as the four registers of a fragment; see fragments.py.
-__device__ __forceinline__ void expand(uint32_t word, __half2 upper, __half2 lower,
-                                       uint32_t (&a)[4]) {
-  constexpr uint32_t kMask = 0x8E008E00u;
-  a[0] = bits(__hmul2(halves(word & kMask), upper));
-  a[1] = bits(__hmul2(halves((word << 3) & kMask), lower));
-  a[2] = bits(__hmul2(halves(((word & 0x40384038u) * 66u) & kMask), upper));
-  a[3] = bits(__hmul2(halves(((word & 0x20072007u) * 516u) & kMask), lower));
 }
 
 // Where a token's activations lie, this lane's of a tile of 32 columns in one piece.
