@@ -83,6 +83,7 @@ def timed(peers: Path | None) -> list[Part]:
         Part("step", "step", (*step.split(), *state.split(), "--context", "8192"), 120),
         Part("trace", "trace", (trace,), 90),
         Part("trace-fp8", "trace-fp8", (trace, *fp8), 60),
+        Part("power", "power", ("benchmarks/gpu_power.py",), 90),
     ]
 
 

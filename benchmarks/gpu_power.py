@@ -29,12 +29,16 @@ from winnow.bench.kernel_state import State
 from winnow.bench.kernel_work import model, works
 from winnow.ops.table import kernels
 
-DEFAULT = ("moe 1 tokens", "moe 64 tokens", "moe 256 tokens", "moe 1024 tokens")
+DEFAULT = (
+    *("moe 1 tokens", "moe 64 tokens", "moe 256 tokens", "moe 1024 tokens", "moe 8192 tokens"),
+    "select_blocks prefill 8192 @ 122880",
+)
 FIELDS = "clocks.sm,clocks.mem,power.draw.instant,power.limit,clocks_event_reasons.active"
 EVERY_MS = 20
 IDLE_S = 3.0
 STRETCHES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-"""Seconds after the first replay at which a line ends; more as needed, each twice the last."""
+"""Seconds after the first replay has ended at which a line ends; more as needed, each twice the
+last."""
 POWER, HEAT = 0x4 | 0x80, 0x20 | 0x40
 """Bits of the reasons for a lower clock (NVML's software power cap and hardware power brake;
 software and hardware thermal slowdown)."""
@@ -56,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", default=DEFAULT)
     parser.add_argument("--backend", default="hopper")
-    parser.add_argument("--seconds", type=float, default=1.6)
+    parser.add_argument("--seconds", type=float, default=0.8)
     args = parser.parse_args()
     known = {f"{work.op} {work.name}": work for work in works()}
     unknown = [name for name in args.workloads if name not in known]
