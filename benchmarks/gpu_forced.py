@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from gpu_notes import Noted, block_scores, spread_columns
+from gpu_notes import Noted, block_scores, score_size, spread_columns
 from torch import Tensor
 
 from winnow.engine.llm import LLM
@@ -124,8 +124,7 @@ class _Given:
             taken.scatter_(2, ids[rows].long().clamp(min=0), True)
             taken.scatter_(2, current[rows].expand(-1, heads, 1), False)
             taken = taken[..., :-1]
-            last = scores.masked_fill(~taken, math.inf).amin(2)
-            gaps[rows] = (_gap(scores, taken) / last.abs()).amin(1)
+            gaps[rows] = (_gap(scores, taken) / score_size(scores)).amin(1)
         gaps[~_is_selection(ids, current)] = -math.inf
         self.gaps.append(gaps)
         return ids

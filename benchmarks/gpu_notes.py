@@ -164,14 +164,23 @@ def block_leads(
     index_q: Tensor, index: Paged, batch: Batch, topk: int, spans: Sequence[tuple[int, int]]
 ) -> Tensor:
     """fp64 [rows] on the CPU: how far the last block taken leads the first one left, as a share of
-    its score, the least of a row's heads; infinite where all are taken. `spans`: the first position
-    and the number of rows of each request."""
+    `score_size`, the least of a row's heads; infinite where all are taken. `spans`: the first
+    position and the number of rows of each request."""
     leads = torch.full((index_q.shape[0],), math.inf, dtype=torch.float64)
     for rows, scores in block_scores(index_q, index, batch, topk, spans):
         ranked = scores.sort(descending=True).values
         last, next_one = ranked[..., topk - 2], ranked[..., topk - 1]
-        leads[rows] = ((last - next_one) / last.abs()).amin(1)
+        leads[rows] = ((last - next_one) / score_size(scores)).amin(1)
     return leads
+
+
+def score_size(scores: Tensor) -> Tensor:
+    """[rows, heads]: the root mean square of the finite ones of the scores [rows, heads, blocks].
+    What rounding moves a score by hangs on the size of its products, not on their sum: a score near
+    0 is as uncertain as its neighbours."""
+    seen = scores.isfinite()
+    squares = scores.masked_fill(~seen, 0.0).square().sum(-1)
+    return (squares / seen.sum(-1)).sqrt()
 
 
 def block_scores(
