@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -212,3 +213,16 @@ def test_bounds_are_the_most_that_anything_moved_times_the_square_root_of_two(
     )
     expected = [2**0.5 * value for value in (0.01 / 1.01, 0.25, 0.7, 0.4, 0.1)]
     assert list(vars(found.bounds()).values()) == pytest.approx([*expected, 0.1], rel=1e-4)
+
+
+def test_how_far_a_block_is_behind_hangs_on_all_scores_of_its_head(programs: Any) -> None:
+    """0.97 and 0.82 are as near to each other beside 68 as 30.97 and 30.82 are; blocks beyond a
+    row's own, and other heads, count for nothing."""
+    low = torch.tensor([[68.0, 54.0, 38.0, 0.97, 0.82, -1.4, -math.inf]])
+    high = low + torch.tensor([[0.0, 0.0, 0.0, 30.0, 30.0, 30.0, 0.0]])
+    size = programs["notes"].score_size(torch.stack([low, high], 1).double())
+    assert size.shape == (1, 2)
+    assert torch.allclose(size[0, 0], low[0, :6].double().square().mean().sqrt())
+    behind = 0.15 / size[0]
+    assert bool((behind < 0.01).all())
+    assert float(behind.max() / behind.min()) < 1.3
