@@ -180,7 +180,8 @@ def score_size(scores: Tensor) -> Tensor:
     0 is as uncertain as its neighbours."""
     seen = scores.isfinite()
     squares = scores.masked_fill(~seen, 0.0).square().sum(-1)
-    return (squares / seen.sum(-1)).sqrt()
+    # Scores that are all 0 tie: no distance over no size would be no number.
+    return (squares / seen.sum(-1)).sqrt().clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def block_scores(

@@ -21,7 +21,7 @@ import torch
 from gpu_step_trace import NAME_LENGTH, Launch, traced
 
 from winnow.bench.kernel_state import State
-from winnow.bench.kernel_work import model, works
+from winnow.bench.kernel_work import Work, model, works
 from winnow.bench.kernels import timed
 from winnow.ops.table import kernels
 
@@ -35,14 +35,11 @@ def main() -> int:
     parser.add_argument("--kv-format", default="nvfp4", choices=("bf16", "fp8", "nvfp4"))
     parser.add_argument("--index-format", default="nvfp4", choices=("bf16", "fp8", "nvfp4"))
     args = parser.parse_args()
-    known = {f"{work.op} {work.name}": work for work in works()}
-    unknown = [name for name in args.workloads if name not in known]
-    if unknown:
-        parser.error(f"no workload {', '.join(unknown)}: use some of {'; '.join(known)}")
+    wanted = named(args.workloads, parser)
     table, state = kernels(args.backend), State(model(), args.kv_format, args.index_format)
-    for name in args.workloads:
+    for name, work in wanted.items():
         torch.manual_seed(0)
-        ready = known[name].make(table, state)
+        ready = work.make(table, state)
         us = median(timed(ready.calls))
         launches = traced(captured(ready.calls))
         print(f"{name}, KV {args.kv_format}, index {args.index_format}: {us:.1f} us a call")
@@ -50,6 +47,15 @@ def main() -> int:
         del ready
         torch.cuda.empty_cache()
     return 0
+
+
+def named(names: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Work]:
+    """The workloads of these names, which end the parser's program where there are none."""
+    known = {f"{work.op} {work.name}": work for work in works()}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"no workload {', '.join(unknown)}: use some of {'; '.join(known)}")
+    return {name: known[name] for name in names}
 
 
 def captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:

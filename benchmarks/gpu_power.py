@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from gpu_op_trace import captured
+from gpu_op_trace import captured, named
 
 from winnow.bench.kernel_state import State
-from winnow.bench.kernel_work import model, works
+from winnow.bench.kernel_work import model
 from winnow.ops.table import kernels
 
 DEFAULT = (
@@ -62,14 +62,11 @@ def main() -> int:
     parser.add_argument("--backend", default="hopper")
     parser.add_argument("--seconds", type=float, default=0.8)
     args = parser.parse_args()
-    known = {f"{work.op} {work.name}": work for work in works()}
-    unknown = [name for name in args.workloads if name not in known]
-    if unknown:
-        parser.error(f"no workload {', '.join(unknown)}: use some of {'; '.join(known)}")
+    wanted = named(args.workloads, parser)
     table, state = kernels(args.backend), State(model(), "nvfp4", "nvfp4")
-    for name in args.workloads:
+    for name, work in wanted.items():
         torch.manual_seed(0)
-        ready = known[name].make(table, state)
+        ready = work.make(table, state)
         for call in ready.calls:
             call()
         replay = captured(ready.calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,5 +36,7 @@ def test_what_kernels_add_is_the_time_of_a_call(programme: Any) -> None:
 
 
 def test_the_workloads_that_are_traced_unless_others_are_named_exist(programme: Any) -> None:
-    known = {f"{work.op} {work.name}" for work in programme.works()}
-    assert set(programme.DEFAULT) <= known
+    parser = argparse.ArgumentParser()
+    assert tuple(programme.named(programme.DEFAULT, parser)) == programme.DEFAULT
+    with pytest.raises(SystemExit):
+        programme.named(["moe 3 tokens"], parser)

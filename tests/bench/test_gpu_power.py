@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,5 +46,7 @@ def test_each_stretch_has_its_replays_and_what_was_seen_meanwhile(programme: Any
 
 
 def test_the_workloads_that_are_timed_unless_others_are_named_exist(programme: Any) -> None:
-    known = {f"{work.op} {work.name}" for work in programme.works()}
-    assert set(programme.DEFAULT) <= known
+    parser = argparse.ArgumentParser()
+    assert tuple(programme.named(programme.DEFAULT, parser)) == programme.DEFAULT
+    with pytest.raises(SystemExit):
+        programme.named(["moe 3 tokens"], parser)

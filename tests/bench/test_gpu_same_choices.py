@@ -226,3 +226,5 @@ def test_how_far_a_block_is_behind_hangs_on_all_scores_of_its_head(programs: Any
     behind = 0.15 / size[0]
     assert bool((behind < 0.01).all())
     assert float(behind.max() / behind.min()) < 1.3
+    none = programs["notes"].score_size(torch.zeros(1, 1, 3, dtype=torch.float64))
+    assert bool((0.0 / none == 0).all())
